@@ -1,0 +1,245 @@
+"""What a user sets: flat, typed and checked before anything is written."""
+
+import difflib
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite
+from pathlib import Path
+
+import yaml
+
+from lib import rules, schedule
+from lib.check import BadInput, require
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def under_root(path: str | Path) -> Path:
+    """An absolute path; a relative one counts from the repository, never from the working directory."""
+    return ROOT / Path(path).expanduser()
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Data preparation: from documents to a packed stream of tokens."""
+
+    corpus: str = "installed-python"  # or hub:OWNER/NAME/path.parquet, or a path or glob of text files
+    text_column: str = "text"  # of parquet and JSON lines
+    limit: int | None = None  # documents to read; all where null
+    vocab_size: int = 16_384
+    validation_fraction: float = 0.01  # share of documents held out
+    stream: str = "data/stream"  # folder to write
+
+    def __post_init__(self):
+        check_types(self)
+        require(self.limit is None or self.limit > 0, "limit", self.limit, "must be positive, or null for all documents")
+        require(257 <= self.vocab_size <= 2**32, "vocab_size", self.vocab_size,
+                "must be at least 257 (256 bytes and <|eos|>) and fit the stream's uint32")
+        require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction,
+                "must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. Names, units and defaults are those of the README's table of parameters."""
+
+    # data
+    stream: str = "data/stream"
+    seq_len: int = 1024
+    validation_tokens: int | None = None  # the whole validation split where null
+    # model
+    hidden_size: int = 448
+    layers: int = 10
+    heads: int = 7
+    mlp_size: int = 1792
+    rope_theta: float = 10_000.0
+    # budget: exactly one
+    token_budget: int | None = None
+    time_budget: float | None = None  # seconds after the warm-up update
+    clock: str = "measured"
+    # tokens per step
+    schedule: str = "constant"
+    tokens_per_step: int = 245_760
+    device_token_capacity: int = 20_480  # tokens in a micro-batch
+    batch_dividers: tuple[float, ...] = ()
+    stage_length: tuple[float, ...] = ()
+    # learning rate
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    warmup_fraction: float = 0.02
+    lr_schedule: str = "cosine"
+    # optimizer
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0  # largest gradient norm; 0 is off
+    scaling_rule: str = "sqrt-lr"
+    wd_rule: str = "none"
+    # system
+    device: str = "auto"
+    precision: str = "fp32"
+    compile: str = "off"
+    matmul_precision: str = "highest"
+    # order
+    seed: int = 0
+    data_seed: int | None = None  # the seed's where null
+    epochs: int = 1
+    # checks
+    eval_every: int = 0  # tokens; 0 is off
+    skip_validation: bool = False
+    # output
+    runs: str = "runs"
+
+    def __post_init__(self):
+        check_types(self)
+        for name in ("seq_len", "hidden_size", "layers", "heads", "mlp_size", "rope_theta", "tokens_per_step",
+                     "device_token_capacity", "lr", "eps", "epochs"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
+        for name in ("min_lr", "weight_decay", "grad_clip", "seed", "eval_every"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
+        for name, known in CHOICES.items():
+            require(getattr(self, name) in known, name, getattr(self, name), f"must be one of {', '.join(known)}")
+        require(self.data_seed is None or self.data_seed >= 0, "data_seed", self.data_seed, "must not be negative")
+        require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2, to have a next token to predict")
+        require(self.hidden_size % (2 * self.heads) == 0, "heads", self.heads,
+                f"must divide hidden_size {self.hidden_size:,} into heads of an even size, which RoPE rotates in pairs")
+        require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"must not be above lr {self.lr:g}")
+        require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
+        require(self.validation_tokens is None or self.validation_tokens >= self.seq_len, "validation_tokens",
+                self.validation_tokens, f"must hold at least one row of seq_len {self.seq_len:,}, or be null for all")
+        self._check_budget()
+        self._check_tokens_per_step()
+
+    def _check_budget(self):
+        both = {"token_budget": self.token_budget, "time_budget": self.time_budget}
+        given = {name: value for name, value in both.items() if value is not None}
+        require(len(given) == 1, "token_budget, time_budget", tuple(both.values()), "exactly one of the two must be set")
+        for name, value in given.items():
+            require(value > 0, name, value, "must be positive")
+
+    def _check_tokens_per_step(self):
+        capacity, row = self.device_token_capacity, self.seq_len
+        require(capacity >= row, "device_token_capacity", capacity, f"must hold at least one row of seq_len {row:,}")
+        require(capacity % row == 0, "device_token_capacity", capacity, f"must be a multiple of seq_len {row:,}")
+        require(self.tokens_per_step % capacity == 0, "tokens_per_step", self.tokens_per_step,
+                f"must be a multiple of device_token_capacity {capacity:,}; "
+                f"the nearest is {schedule.nearest_multiple(self.tokens_per_step, capacity):,}")
+        first = self.stages()[0].tokens_per_step
+        require(self.token_budget is None or self.token_budget >= first, "token_budget", self.token_budget,
+                f"must hold at least one update of {first:,} tokens")
+        for stage in self.stages():
+            self.hyperparameters(stage)
+
+    @property
+    def budget(self) -> float:
+        """The horizon of the run, in tokens or in seconds."""
+        return self.time_budget if self.token_budget is None else self.token_budget
+
+    @property
+    def arm(self) -> str:
+        """The schedule in words, the same for every seed, learning rate and budget."""
+        if self.schedule == "constant":
+            return f"constant {self.tokens_per_step:,}"
+        return f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)}"
+
+    def stages(self) -> list[schedule.Stage]:
+        """The schedule as data: what the loop follows."""
+        return schedule.SCHEDULES[self.schedule](self)
+
+    def hyperparameters(self, stage: schedule.Stage) -> rules.Hyperparameters:
+        """What AdamW takes in this stage, under the run's scaling rule."""
+        base = rules.Hyperparameters(1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
+        return rules.rescale(self.scaling_rule, stage.ratio, base, self.wd_rule)
+
+    def learning_rate(self, progress: float) -> float:
+        """The base curve at this progress, before the stage's multiplier."""
+        return schedule.learning_rate(progress, self.lr, self.min_lr, self.warmup_fraction, self.lr_schedule)
+
+
+CHOICES = {
+    "clock": ("measured", "modelled"),
+    "schedule": tuple(schedule.SCHEDULES),
+    "lr_schedule": schedule.LR_SCHEDULES,
+    "scaling_rule": rules.SCALING_RULES,
+    "wd_rule": rules.WD_RULES,
+    "precision": ("fp32", "bf16"),
+    "compile": ("off", "default", "reduce-overhead", "max-autotune"),
+    "matmul_precision": ("highest", "high", "medium"),
+}
+
+
+def check_types(config) -> None:
+    """Hold every field against its annotation; lists become tuples, and whole numbers floats where a float is meant."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        object.__setattr__(config, name, convert(name, getattr(config, name), kind))
+
+
+def convert(name: str, value: object, kind) -> object:
+    """The value as `kind`, or BadInput that says what the parameter takes."""
+    kinds = typing.get_args(kind) if not typing.get_origin(kind) is tuple else ()
+    if type(None) in kinds:
+        if value is None:
+            return None
+        kind = next(k for k in kinds if k is not type(None))
+    if typing.get_origin(kind) in (tuple, list):
+        require(isinstance(value, list | tuple), name, value, "must be a list")
+        return tuple(convert(name, item, typing.get_args(kind)[0]) for item in value)
+    number = hasattr(value, "__index__") and not isinstance(value, bool)
+    if kind is int and number:
+        return int(value)
+    if kind is float and (number or isinstance(value, float)):
+        require(isfinite(value), name, value, "must be a finite number")
+        return float(value)
+    hint = "; YAML reads 6e-4 as text, write 6.0e-4" if kind is float and isinstance(value, str) else ""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
+    require(kind in (str, bool) and isinstance(value, kind), name, value, f"must be {words}{hint}")
+    return value
+
+
+def build(kind: type, values: Mapping[str, object]):
+    """The configuration with these values; BadInput for a name it does not have, with the nearest one it has."""
+    names = [field.name for field in fields(kind)]
+    for name, value in values.items():
+        near = difflib.get_close_matches(str(name), names, 1)
+        require(name in names, str(name), value, f"is not a parameter of {kind.__name__}"
+                + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}"))
+    return kind(**values)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """A flat params file as a dictionary. Raises BadInput where it is not one."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInput(f"{path}: not a readable YAML file ({' '.join(str(error).split())})") from None
+    require(isinstance(values, dict | None), str(path), type(values).__name__, "must hold name: value lines")
+    return values or {}
+
+
+def read_arguments(kind: type, arguments: Sequence[str]):
+    """The configuration of `FILE.yaml [name=value …]`; later values win, and each is read as YAML."""
+    values = {}
+    for argument in arguments:
+        name, sign, text = argument.partition("=")
+        if sign:
+            try:
+                values[name] = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise BadInput(f"{name} = {text!r}: must be a YAML value") from None
+        else:
+            values |= read_yaml(argument)
+    return build(kind, values)
+
+
+def command(main: Callable[[Sequence[str]], object]) -> None:
+    """Run a command line: bad input ends it with one line on stderr and exit status 2."""
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from lib import rules, schedule
+from lib import schedule as schedules
 from lib.check import BadInput, require
+from lib.rules import SCALING_RULES, WD_RULES, Hyperparameters, rescale
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,7 +35,7 @@ class Preparation:
 
     def __post_init__(self):
         check_types(self)
-        require(self.limit is None or self.limit > 0, "limit", self.limit, "must be positive, or null for all documents")
+        require(self.limit is None or self.limit > 0, "limit", self.limit, "must be positive, or null for all")
         require(257 <= self.vocab_size <= 2**32, "vocab_size", self.vocab_size,
                 "must be at least 257 (256 bytes and <|eos|>) and fit the stream's uint32")
         require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction,
@@ -118,7 +119,7 @@ class RunConfig:
     def _check_budget(self):
         both = {"token_budget": self.token_budget, "time_budget": self.time_budget}
         given = {name: value for name, value in both.items() if value is not None}
-        require(len(given) == 1, "token_budget, time_budget", tuple(both.values()), "exactly one of the two must be set")
+        require(len(given) == 1, "token_budget, time_budget", tuple(both.values()), "set exactly one of the two")
         for name, value in given.items():
             require(value > 0, name, value, "must be positive")
 
@@ -128,7 +129,7 @@ class RunConfig:
         require(capacity % row == 0, "device_token_capacity", capacity, f"must be a multiple of seq_len {row:,}")
         require(self.tokens_per_step % capacity == 0, "tokens_per_step", self.tokens_per_step,
                 f"must be a multiple of device_token_capacity {capacity:,}; "
-                f"the nearest is {schedule.nearest_multiple(self.tokens_per_step, capacity):,}")
+                f"the nearest is {schedules.nearest_multiple(self.tokens_per_step, capacity):,}")
         first = self.stages()[0].tokens_per_step
         require(self.token_budget is None or self.token_budget >= first, "token_budget", self.token_budget,
                 f"must hold at least one update of {first:,} tokens")
@@ -147,26 +148,26 @@ class RunConfig:
             return f"constant {self.tokens_per_step:,}"
         return f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)}"
 
-    def stages(self) -> list[schedule.Stage]:
+    def stages(self) -> list[schedules.Stage]:
         """The schedule as data: what the loop follows."""
-        return schedule.SCHEDULES[self.schedule](self)
+        return schedules.SCHEDULES[self.schedule](self)
 
-    def hyperparameters(self, stage: schedule.Stage) -> rules.Hyperparameters:
+    def hyperparameters(self, stage: schedules.Stage) -> Hyperparameters:
         """What AdamW takes in this stage, under the run's scaling rule."""
-        base = rules.Hyperparameters(1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
-        return rules.rescale(self.scaling_rule, stage.ratio, base, self.wd_rule)
+        base = Hyperparameters(1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
+        return rescale(self.scaling_rule, stage.ratio, base, self.wd_rule)
 
     def learning_rate(self, progress: float) -> float:
         """The base curve at this progress, before the stage's multiplier."""
-        return schedule.learning_rate(progress, self.lr, self.min_lr, self.warmup_fraction, self.lr_schedule)
+        return schedules.learning_rate(progress, self.lr, self.min_lr, self.warmup_fraction, self.lr_schedule)
 
 
 CHOICES = {
     "clock": ("measured", "modelled"),
-    "schedule": tuple(schedule.SCHEDULES),
-    "lr_schedule": schedule.LR_SCHEDULES,
-    "scaling_rule": rules.SCALING_RULES,
-    "wd_rule": rules.WD_RULES,
+    "schedule": tuple(schedules.SCHEDULES),
+    "lr_schedule": schedules.LR_SCHEDULES,
+    "scaling_rule": SCALING_RULES,
+    "wd_rule": WD_RULES,
     "precision": ("fp32", "bf16"),
     "compile": ("off", "default", "reduce-overhead", "max-autotune"),
     "matmul_precision": ("highest", "high", "medium"),
@@ -181,7 +182,7 @@ def check_types(config) -> None:
 
 def convert(name: str, value: object, kind) -> object:
     """The value as `kind`, or BadInput that says what the parameter takes."""
-    kinds = typing.get_args(kind) if not typing.get_origin(kind) is tuple else ()
+    kinds = typing.get_args(kind) if typing.get_origin(kind) is not tuple else ()
     if type(None) in kinds:
         if value is None:
             return None

@@ -1,7 +1,7 @@
 """Schedules of tokens per step and learning-rate curves: pure functions of progress.
 
-Progress runs from 0 to 1 over the horizon of a run: its token budget, or its time budget in seconds. Nothing here counts
-updates, so a change of tokens per step never moves the learning rate.
+Progress runs from 0 to 1 over the horizon of a run: its token budget, or its time budget in seconds. Nothing here
+counts updates, so a change of tokens per step never moves the learning rate.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from lib.check import require
 class Stage:
     """A stretch of a run with one tokens per step.
 
-    `start` is the progress at which it begins; it ends where the next begins. `ratio` is what the scaling rule sees: the
-    requested tokens per step over the base. `request` records what was asked for, as it goes into the run's metadata.
+    `start` is the progress at which it begins; it ends where the next begins. `ratio` is what the scaling rule sees:
+    the requested tokens per step over the base. `request` records what was asked for, for the run's metadata.
     """
 
     start: float

@@ -24,6 +24,11 @@ class Hyperparameters:
     weight_decay: float
 
 
+def lr_multiplier(rule: str, ratio: float) -> float:
+    """What the rule multiplies the learning rate by."""
+    return {"linear": ratio, "sqrt-lr": sqrt(ratio), "sde": sqrt(ratio), "sde-power": sqrt(ratio)}.get(rule, 1.0)
+
+
 def rescale(rule: str, ratio: float, base: Hyperparameters, wd_rule: str = "none") -> Hyperparameters:
     """Hyperparameters for `ratio` times the base tokens per step.
 
@@ -32,11 +37,7 @@ def rescale(rule: str, ratio: float, base: Hyperparameters, wd_rule: str = "none
     """
     require(rule in SCALING_RULES, "scaling_rule", rule, f"must be one of {', '.join(SCALING_RULES)}")
     require(wd_rule in WD_RULES, "wd_rule", wd_rule, f"must be one of {', '.join(WD_RULES)}")
-    lr, beta1, beta2, eps = base.lr_multiplier, base.beta1, base.beta2, base.eps
-    if rule == "linear":
-        lr *= ratio
-    if rule in ("sqrt-lr", "sde", "sde-power"):
-        lr *= sqrt(ratio)
+    factor, beta1, beta2, eps = lr_multiplier(rule, ratio), base.beta1, base.beta2, base.eps
     if rule == "sde":
         smallest = min(beta1, beta2)
         require(ratio * (1 - smallest) < 1, "scaling_rule", rule,
@@ -51,8 +52,8 @@ def rescale(rule: str, ratio: float, base: Hyperparameters, wd_rule: str = "none
         eps /= sqrt(ratio)
     weight_decay = base.weight_decay
     if wd_rule == "per-token":
-        weight_decay *= ratio * base.lr_multiplier / lr
-    return Hyperparameters(lr, beta1, beta2, eps, weight_decay)
+        weight_decay *= ratio / factor
+    return Hyperparameters(base.lr_multiplier * factor, beta1, beta2, eps, weight_decay)
 
 
 def half_life(tokens_per_step: float, beta: float) -> float:

@@ -1,0 +1,53 @@
+"""The two clocks of a run: measured, and modelled from what a micro-batch and an update cost on this machine."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one micro-batch, and of one update on top of its micro-batches."""
+
+    micro_batch_seconds: float
+    update_seconds: float
+
+
+class Clock:
+    """Seconds since `start`, without the pauses; 0 before it.
+
+    `elapsed` is the budget's time: measured, or with `costs` the modelled sum over the updates made since the start.
+    """
+
+    def __init__(self, costs: Costs | None = None):
+        self.costs = costs
+        self.started = None
+        self.modelled = 0.0
+        self.paused = 0.0
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    @property
+    def measured(self) -> float:
+        return 0.0 if self.started is None else time.perf_counter() - self.started - self.paused
+
+    @property
+    def elapsed(self) -> float:
+        return self.modelled if self.costs else self.measured
+
+    def update(self, micro_batches: int) -> None:
+        """Count an update of this many micro-batches; the warm-up update, before the start, counts nothing."""
+        if self.costs and self.started is not None:
+            self.modelled += micro_batches * self.costs.micro_batch_seconds + self.costs.update_seconds
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out what happens inside, such as validation."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.started is not None:
+                self.paused += time.perf_counter() - max(begin, self.started)

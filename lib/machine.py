@@ -1,0 +1,56 @@
+"""Where a result was made: versions, device, threads and commit."""
+
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from lib.check import require
+from lib.config import ROOT
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is a CUDA GPU where there is one. Raises BadInput where it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        device = None
+    require(device is not None, "device", name, "is not available here; auto takes what there is")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The device's model in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The repository's commit, with "+changes" where tracked files differ from it; None outside a checkout."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+changes" if changes.stdout else "")
+
+
+def environment(device: torch.device) -> dict:
+    """What to write beside a result."""
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "numpy", "tokenizers")},
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+    }

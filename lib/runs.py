@@ -1,0 +1,187 @@
+"""The run directory: configuration, log, metrics, metadata and trained model; many of them as data frames."""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors.torch import load_file, save_file
+
+from lib.check import require
+from lib.config import ROOT, RunConfig, under_root
+from lib.model import MiniGPT, ModelConfig
+
+OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of these is not trained again
+COLUMNS = ["run", "arm", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind", "budget", "clock", "status",
+           "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens", "elapsed_seconds",
+           "tokens_per_second", "final_lr", "clipped_share", "stages", "stream_sha256", "parameters"]
+
+
+class Run:
+    """A run directory, named by the run's arm, seed and a hash of everything that decides its outcome."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._metrics = None
+
+    @classmethod
+    def of(cls, config: RunConfig, facts: Mapping[str, object]) -> "Run":
+        """The directory of this configuration; `facts` hold what it means here, such as the stream's hash."""
+        decisive = {k: v for k, v in asdict(config).items() if k not in ("stream", "runs")} | facts
+        label = config.arm.replace(" ", "-").replace(",", "_")
+        return cls(under_root(config.runs) / f"{label}-seed{config.seed}-{digest(decisive)}")
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def meta(self) -> dict | None:
+        """run_meta.json, or None while the run has not ended."""
+        return read_json(self.path / "run_meta.json")
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig(**read_json(self.path / "config.json"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to an outcome that stands."""
+        return (self.meta or {}).get("status") in OUTCOMES
+
+    def metrics(self) -> pd.DataFrame:
+        """A row an update."""
+        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
+            return pd.DataFrame(json.loads(line) for line in file)
+
+    def __str__(self) -> str:
+        return str(self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path)
+
+    def create(self, config: RunConfig) -> None:
+        """Make the directory; what an earlier attempt left there is moved aside, never deleted."""
+        if self.path.exists():
+            attempts = (self.path.with_name(f"{self.name}.stopped-{i}") for i in range(1, sys.maxsize))
+            self.path.rename(next(path for path in attempts if not path.exists()))
+        self.path.mkdir(parents=True)
+        write_json(self.path / "config.json", asdict(config))
+
+    @contextmanager
+    def log(self, console: Callable[[str], None]) -> Iterator[logging.Logger]:
+        """A logger to the console and run.log, which also take warnings; run.log keeps the traceback of a failure.
+
+        Debug messages go to run.log alone.
+        """
+        logger, warnings = logging.getLogger(f"run.{self.name}"), logging.getLogger("py.warnings")
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        file, screen = logging.FileHandler(self.path / "run.log", encoding="utf-8"), logging.Handler()
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        screen.setLevel(logging.INFO)
+        screen.emit = lambda record: console(record.getMessage())
+        logger.handlers = warnings.handlers = [file, screen]
+        logging.captureWarnings(True)
+        try:
+            yield logger
+        except BaseException:
+            file.stream.write(traceback.format_exc())
+            raise
+        finally:
+            logging.captureWarnings(False)
+            warnings.handlers = []
+            file.close()
+
+    def record(self, row: Mapping[str, object]) -> None:
+        """Append one row to metrics.jsonl."""
+        if self._metrics is None:
+            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 — held for the run
+        self._metrics.write(json.dumps(row) + "\n")
+
+    def close(self, meta: Mapping[str, object]) -> None:
+        """Write run_meta.json, which says that the run has ended, after everything else."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        write_json(self.path / "run_meta.json", meta | {"ended": datetime.now(UTC).isoformat(timespec="seconds")})
+
+    def save_model(self, model: MiniGPT, tokenizer: Path) -> str:
+        """Write model/ (safetensors, configuration, tokenizer) and return the sha256 of the weights."""
+        folder = self.path / "model"
+        folder.mkdir(exist_ok=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+        write_json(folder / "config.json", asdict(model.config))
+        (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+        return weights_sha256(weights)
+
+
+def digest(facts: Mapping[str, object]) -> str:
+    """Twelve hex digits that name these facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
+    """Hash of names and values, in the order of the names."""
+    sha256 = hashlib.sha256()
+    for name in sorted(weights):
+        sha256.update(name.encode())
+        sha256.update(weights[name].numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def read_json(path: Path) -> dict | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Write whole or not at all: a temporary file, then a rename."""
+    temporary = path.with_suffix(".partial")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=2, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Every run that has ended below `folder`: a frame of runs, and one of all their updates (with column `run`)."""
+    folder = under_root(folder)
+    require(folder.is_dir(), "runs", str(folder), "is not a folder of runs; train something first")
+    ended = [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json"))]
+    return frame(ended), updates(ended)
+
+
+def frame(runs: list[Run]) -> pd.DataFrame:
+    """A row a run: what its metadata says in one line."""
+    rows = []
+    for run in runs:
+        meta, config = run.meta, read_json(run.path / "config.json")
+        rows.append(config | meta | {"run": run.name, "budget_kind": meta["budget"]["kind"],
+                                     "budget": meta["budget"]["value"], "clock": meta["budget"]["clock"],
+                                     "stream_sha256": meta["stream"]["sha256"]})
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    losses = ["validation_loss", "validation_bits_per_byte", "train_loss"]
+    return table.astype(dict.fromkeys(losses, float))
+
+
+def updates(runs: list[Run]) -> pd.DataFrame:
+    """A row an update of every run."""
+    tables = [run.metrics().assign(run=run.name) for run in runs if (run.path / "metrics.jsonl").exists()]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["run", "step", "tokens", "loss"])
+
+
+def load_model(run: Run | str | Path) -> MiniGPT:
+    """The trained model of a run, in float32 on the CPU."""
+    folder = (run.path if isinstance(run, Run) else under_root(run)) / "model"
+    require(folder.is_dir(), "run", str(run), "holds no trained model")
+    model = MiniGPT(ModelConfig(**read_json(folder / "config.json")))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model

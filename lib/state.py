@@ -1,0 +1,119 @@
+"""How far a run has come, and what it says about itself in run_meta.json."""
+
+from dataclasses import asdict, dataclass, field
+
+from lib.clock import Clock
+from lib.config import RunConfig
+from lib.rules import lr_multiplier
+from lib.schedule import Stage
+
+
+@dataclass
+class State:
+    """Counts of a run between two updates."""
+
+    steps: int = 0
+    tokens: int = 0
+    lr: float = 0.0  # of the last update
+    clipped: int = 0  # updates
+    warmup_tokens: int = 0
+    warmup_seconds: float = 0.0
+    stages: list[dict] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)  # tokens and loss of each update
+    validation: list[dict] = field(default_factory=list)  # periodic
+
+    def enter(self, config: RunConfig, index: int, seconds: float) -> None:
+        """Be in stage `index`; a stage that no update fell into is passed."""
+        planned = config.stages()
+        while len(self.stages) <= index:
+            self.leave("boundary")
+            here = {"tokens": self.tokens, "seconds": seconds, "update": self.steps}
+            self.stages.append(
+                describe(config, planned[len(self.stages)])
+                | {f"{end}_{unit}": value for end in ("start", "end") for unit, value in here.items()}
+                | {"updates": 0, "clipped": 0, "ended": "not reached"}
+            )
+
+    def leave(self, why: str) -> None:
+        """Record why the present stage ended."""
+        if self.stages:
+            self.stages[-1]["ended"] = why if self.stages[-1]["updates"] else "passed"
+
+    def count(self, size: int, loss: float, clipped: bool, seconds: float) -> None:
+        """Add one update of `size` tokens to the stage that it began in."""
+        self.steps += 1
+        self.tokens += size
+        self.clipped += clipped
+        self.losses.append((size, loss))
+        stage = self.stages[-1]
+        stage.update(end_tokens=self.tokens, end_seconds=seconds, end_update=self.steps)
+        stage["updates"] += 1
+        stage["clipped"] += clipped
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean loss over the updates that hold the last 5 % of the tokens, weighted by tokens."""
+        weight = total = 0.0
+        for size, loss in reversed(self.losses):
+            if weight >= 0.05 * self.tokens:
+                break
+            weight, total = weight + size, total + size * loss
+        return total / weight if weight else None
+
+
+def describe(config: RunConfig, stage: Stage) -> dict:
+    """A stage as planned: what was asked for, and what it resolved to."""
+    hyperparameters = asdict(config.hyperparameters(stage))
+    return dict(stage.request) | {
+        "boundary": stage.start,
+        "tokens_per_step": stage.tokens_per_step,
+        "resolved_lr_multiplier": lr_multiplier(config.scaling_rule, stage.tokens_per_step / config.tokens_per_step),
+    } | hyperparameters
+
+
+def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int) -> dict:
+    """The part of run_meta.json that follows from the configuration and the counts."""
+    stages = list(state.stages)
+    for stage in config.stages()[len(stages):]:
+        stages.append(describe(config, stage) | {"updates": 0, "clipped": 0, "ended": "not reached"})
+    sizes = [stage["tokens_per_step"] for stage in stages]
+    per_stage = (lambda values: values[0]) if config.schedule == "constant" else (lambda values: values)
+    measured_tokens, by_tokens = state.tokens - state.warmup_tokens, config.token_budget is not None
+    rate = measured_tokens / clock.measured if measured_tokens else None
+    return {
+        "arm": config.arm,
+        "seed": config.seed,
+        "data_seed": config.data_seed,
+        "tokens_per_step": per_stage(sizes),
+        "seq_len": config.seq_len,
+        "effective_batch_size": per_stage([size // config.seq_len for size in sizes]),
+        "device_batch_size": config.device_token_capacity // config.seq_len,
+        "accumulation_steps": per_stage([size // config.device_token_capacity for size in sizes]),
+        "budget": {"kind": "tokens" if by_tokens else "seconds", "value": config.budget, "clock": config.clock},
+        "steps": state.steps,
+        "tokens": state.tokens,
+        "measured_steps": max(state.steps - 1, 0),
+        "measured_tokens": measured_tokens,
+        "warmup_elapsed_seconds": state.warmup_seconds,
+        "elapsed_seconds": clock.elapsed,
+        "measured_elapsed_seconds": clock.measured,
+        "modelled_costs": asdict(clock.costs) if clock.costs else None,
+        "overshoot_seconds": None if by_tokens else max(0.0, clock.elapsed - config.budget),
+        "paused_seconds": clock.paused,
+        "tokens_per_second": rate,
+        "model_flops_per_second": rate and rate * flops_per_token,
+        "flops_per_token": flops_per_token,
+        "train_loss": state.train_loss,
+        "validation_loss": None,
+        "validation_bits_per_byte": None,
+        "periodic_validation_loss": state.validation,
+        "skip_validation": config.skip_validation,
+        "lr_schedule": {
+            "coordinate": "tokens" if by_tokens else "seconds", "horizon": config.budget, "curve": config.lr_schedule,
+            "lr": config.lr, "min_lr": config.min_lr, "warmup_fraction": config.warmup_fraction,
+        },
+        "final_lr": state.lr,
+        "stages": stages,
+        "clipped_share": state.clipped / state.steps if state.steps else None,
+        "parent": None,
+    }

@@ -1,0 +1,113 @@
+"""MiniGPT against its published size, an independent implementation and what a language model must satisfy."""
+
+from math import log
+
+import pytest
+import torch
+
+from lib.model import MiniGPT, ModelConfig
+
+SMALL = ModelConfig(vocab_size=97, seq_len=24, hidden_size=32, layers=3, heads=2, mlp_size=48)
+
+
+@pytest.fixture(scope="module")
+def small():
+    torch.manual_seed(0)
+    return MiniGPT(SMALL)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(0, SMALL.vocab_size, (4, SMALL.seq_len), generator=torch.Generator().manual_seed(1))
+
+
+def test_parameter_count_of_the_defaults():
+    with torch.device("meta"):
+        model = MiniGPT(ModelConfig())
+    assert model.parameter_count == 31_433_920
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+
+
+def test_flops_per_token(small):
+    """Counted by torch over one forward and backward; only the last position's head is left out of the loss."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = MiniGPT(ModelConfig(vocab_size=128, seq_len=64, hidden_size=64, layers=2, heads=2, mlp_size=256))
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert model.flops_per_token * tokens.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_shapes(small, tokens):
+    assert small(tokens).shape == (4, 24, 97)
+    assert small.token_losses(tokens).shape == (4, 23)
+    assert small.loss(tokens).shape == ()
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_next_token(small, tokens):
+    chosen = small(tokens).log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    assert small.loss(tokens).item() == pytest.approx(-chosen.mean().item(), abs=1e-6)
+
+
+def test_initial_loss_is_near_that_of_a_uniform_guess():
+    torch.manual_seed(0)
+    model = MiniGPT(ModelConfig(vocab_size=16_384, seq_len=64, hidden_size=128, layers=2, heads=2, mlp_size=256))
+    loss = model.loss(torch.randint(0, 16_384, (4, 64))).item()
+    assert loss == pytest.approx(log(16_384), abs=0.15)
+
+
+def test_the_future_does_not_reach_the_past(small, tokens):
+    changed = tokens.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % SMALL.vocab_size
+    before, after = small(tokens), small(changed)
+    torch.testing.assert_close(before[:, :12], after[:, :12], rtol=0, atol=1e-6)
+    assert (before[:, 12:] - after[:, 12:]).abs().max() > 1e-3
+
+
+def test_rotary_positions_are_relative():
+    """A query and key product depends on their distance only (the defining property of RoPE)."""
+    from lib.model import rotary, rotate
+
+    cos, sin = rotary(SMALL)
+    q, k = torch.randn(2, 1, 1, 1, SMALL.hidden_size // SMALL.heads)
+
+    def product(i, j):
+        return (rotate(q, cos[i], sin[i]) * rotate(k, cos[j], sin[j])).sum().item()
+
+    assert product(3, 1) == pytest.approx(product(20, 18), abs=1e-5)
+    assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
+
+
+def test_the_same_weights_in_transformers_give_the_same_logits(tokens):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    ours = MiniGPT(SMALL)
+    with torch.no_grad():  # away from the initial ones, so that every gain is seen
+        for parameter in ours.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    theirs = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        vocab_size=SMALL.vocab_size, hidden_size=SMALL.hidden_size, num_hidden_layers=SMALL.layers,
+        num_attention_heads=SMALL.heads, intermediate_size=SMALL.mlp_size, max_position_embeddings=SMALL.seq_len,
+        hidden_act="gelu", use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
+        layer_norm_eps=1e-5, hidden_dropout=0.0, attention_dropout=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": SMALL.rope_theta, "partial_rotary_factor": 1.0},
+    )).eval()
+    weights = {f"gpt_neox.{name.replace('dense_h_', 'mlp.dense_h_').replace('dense_4h_', 'mlp.dense_4h_')}": value
+               for name, value in ours.state_dict().items()}
+    outcome = theirs.load_state_dict(weights, strict=False)
+    assert not outcome.unexpected_keys
+    assert {name for name in outcome.missing_keys if not name.endswith(".bias")} <= {"lm_head.weight"}
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.zeros_(parameter)
+    theirs.tie_weights()
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-4)
+
+
+def test_bf16_autocast_stays_near_float32(small, tokens):
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = small.loss(tokens)
+    assert rounded.dtype == torch.float32
+    assert rounded.item() == pytest.approx(small.loss(tokens).item(), abs=0.02)

@@ -15,23 +15,28 @@ class Costs:
 
 
 class Clock:
-    """Seconds since `start`, without the pauses; 0 before it.
+    """Seconds from `start` to `stop` or now, without the pauses; 0 before the start.
 
     `elapsed` is the budget's time: measured, or with `costs` the modelled sum over the updates made since the start.
     """
 
     def __init__(self, costs: Costs | None = None):
         self.costs = costs
-        self.started = None
+        self.started = self.stopped = None
         self.modelled = 0.0
         self.paused = 0.0
 
     def start(self) -> None:
         self.started = time.perf_counter()
 
+    def stop(self) -> None:
+        self.stopped = time.perf_counter()
+
     @property
     def measured(self) -> float:
-        return 0.0 if self.started is None else time.perf_counter() - self.started - self.paused
+        if self.started is None:
+            return 0.0
+        return (self.stopped or time.perf_counter()) - self.started - self.paused
 
     @property
     def elapsed(self) -> float:

@@ -183,7 +183,7 @@ def _parquet(file: Path, text_column: str) -> Iterator[str | None]:
     _columns(file, text_column)
     # A buffer makes the reader decode page by page; without one it holds a whole column chunk.
     with _readable(file), pq.ParquetFile(file, buffer_size=CHUNK, pre_buffer=False) as table:
-        for batch in table.iter_batches(batch_size=16, columns=[text_column], use_threads=False):
+        for batch in table.iter_batches(batch_size=4, columns=[text_column], use_threads=False):
             for data in batch.column(0).cast(pa.large_binary()):
                 yield data.as_py().decode("utf-8", "replace") if data.is_valid else None
 

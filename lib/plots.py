@@ -30,8 +30,8 @@ GREY = "#666666"
 RAMP = mpl.colormaps["viridis"]  # constants: from 1,024 tokens a step, dark, to 1,048,576, green
 SMALLEST, OCTAVES = 2**10, 10
 # Schedules: the warm hues of Okabe and Ito's palette for colour-blind readers, which the ramp does not touch.
-HUES = {"dividers": "#d55e00", "shrinking": "#cc79a7", "seesaw": "#e69f00", "late_switch": "#a6611a",
-        "adaptive": "#000000", "stages": "#8c510a"}
+HUES = {"dividers": "#d55e00", "shrinking": "#cc79a7", "seesaw": "#e69f00", "late_switch": "#dc267f",
+        "adaptive": "#000000", "stages": "#a6761d"}
 MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼"}  # learning rates of one arm, in order, and in labels
 
 
@@ -40,19 +40,19 @@ def colour(arm: str) -> tuple[float, float, float]:
 
     Constants lie on one ramp by log T, whatever the base, so that a larger T is always greener. Schedules have the hue
     of their kind (dividers that shrink T, such as 1,4,12, one of their own), the brighter the wider T's range; the
-    name's checksum sets apart those of one range.
+    name's checksum sets the tint, to tell apart those of one range.
     """
     kind, numbers = match(r"\s*([\w-]*)\s*([\d.,]*)", arm).groups()
     if kind == "constant" and numbers.strip(",."):
         octaves = log2(float(numbers.replace(",", "")) / SMALLEST)
         return RAMP(0.78 * min(max(octaves / OCTAVES, 0), 1))[:3]
     checksum, dividers = crc32(arm.encode()), [float(number) for number in findall(r"\d+\.?\d*", numbers)]
-    shade = checksum % 1000 / 999
+    tint, shade = checksum % 1000 / 999, 0.0
     if kind == "dividers" and dividers:
         kind = "shrinking" if dividers[-1] > dividers[0] else kind
-        shade = 0.75 * (1 - min(log2(max(dividers) / min(dividers)) / 4, 1)) + 0.25 * shade
+        shade = 1 - min(log2(max(dividers) / min(dividers)) / 4, 1)
     hue = np.array(colors.to_rgb(HUES.get(kind) or list(HUES.values())[checksum % 4]))
-    return tuple(float(part) for part in hue * (1 - 0.5 * shade))
+    return tuple(float(part) for part in (hue + 0.3 * tint * (1 - hue)) * (1 - 0.6 * shade))
 
 
 def line_style(arm: str) -> str | tuple:

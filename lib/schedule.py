@@ -84,4 +84,4 @@ def learning_rate(progress: float, lr: float, min_lr: float, warmup_fraction: fl
     fall = (progress - warmup_fraction) / (1 - warmup_fraction)
     if curve == "cosine":
         fall = (1 - cos(pi * fall)) / 2
-    return lr + (min_lr - lr) * fall
+    return lr * (1 - fall) + min_lr * fall  # exact at both ends

@@ -40,8 +40,6 @@ def prepare(preparation: Preparation, progress: Callable[[str], object] = print)
     request = {name: value for name, value in asdict(preparation).items() if name not in ("corpus", "stream")}
     if folder.exists():
         return _finished(folder, corpus, request)
-    parent = next(parent for parent in folder.parents if parent.exists())
-    require(parent.is_dir() and os.access(parent, os.W_OK), "stream", str(folder), f"{parent} must be writable")
     begin = time.perf_counter()
     tokenizer, tokenizer_bytes = _train_tokenizer(preparation)  # still in memory: bad input writes nothing
     with _all_or_nothing(folder) as partial:
@@ -69,8 +67,11 @@ def _finished(folder: Path, corpus: dict, request: dict) -> dict:
 def _all_or_nothing(folder: Path) -> Iterator[Path]:
     """A sibling folder, locked against other processes, that takes the place of `folder` when the block ends well."""
     partial = folder.with_name(f".{folder.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise BadInput(f"stream = {str(folder)!r}: must be a folder that can be made ({error})") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -154,10 +155,10 @@ def _batches(preparation: Preparation) -> Iterator[list[tuple[str, int, bool]]]:
     """Pieces as (text, bytes of the document that ends with it or 0, held out), about BATCH characters at a time."""
     batch, size = [], 0
     for text, count, held_out in _split(preparation):
-        pieces = list(_pieces(text))
-        for number, piece in enumerate(pieces, 1):
-            batch.append((piece, count if number == len(pieces) else 0, held_out))
-            size += len(piece)
+        left = len(text)
+        for piece in _pieces(text):
+            left, size = left - len(piece), size + len(piece)
+            batch.append((piece, 0 if left else count, held_out))
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0

@@ -36,7 +36,9 @@ def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
     first = config.stages()[0].tokens_per_step
     require(first <= stream.tokens, "stream", config.stream,
             f"holds {stream.tokens:,} training tokens, but the first update takes {first:,}")
-    stream.validation_rows(config.validation_tokens)
+    held_out = stream.meta["validation_tokens"]
+    require((config.validation_tokens or 0) <= held_out, "validation_tokens", config.validation_tokens,
+            f"must not exceed the {held_out:,} of the stream; null takes them all")
     costs = calibrate(config, stream.vocab_size) if config.clock == "modelled" else None
     run = Run.of(config, {"stream": stream.sha256, "costs": costs and asdict(costs)})
     if run.ended:
@@ -51,7 +53,10 @@ def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
         budget = f"{config.budget:,} tokens" if config.token_budget else f"{config.budget:g} s, {config.clock} clock"
         log.info(f"{config.arm} · lr {config.lr:g} · seed {config.seed} · {budget} · {run}")
         try:
-            status = loop(config, stream, learner, run, state, clock, log)
+            try:
+                status = loop(config, stream, learner, run, state, clock, log)
+            finally:
+                clock.stop()
             if status != "diverged" and not config.skip_validation:
                 loss, bits = learner.evaluate(stream, config.validation_tokens)
                 results |= {"validation_loss": loss, "validation_bits_per_byte": bits}

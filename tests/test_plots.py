@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
 from matplotlib import colors
+from matplotlib.text import Text
 from nbconvert import HTMLExporter
 
 from lib import plots
@@ -54,10 +55,12 @@ def frames(arms=configs(), seeds=(0, 1, 2), lrs=(1e-3,), diverged=()):  # noqa: 
 
 def texts_beside(figure):
     """Boxes of the labels beside the axes and of the figure's legends, drawn."""
-    figure.canvas.draw()
-    boxes = [text.get_window_extent() for axes in figure.axes for text in axes.texts]
-    for text, box in [(text, text.get_window_extent()) for axes in figure.axes for text in axes.texts]:
-        assert box.x0 >= text.axes.bbox.x1, text.get_text()
+    figure.draw_without_rendering()
+    boxes = []
+    for axes in figure.axes:
+        for text in axes.texts:
+            boxes.append(Text.get_window_extent(text))  # without the leader to the line's end
+            assert boxes[-1].x0 >= axes.bbox.x1, text.get_text()
     return boxes + [legend.get_window_extent() for legend in figure.legends]
 
 
@@ -198,7 +201,7 @@ def test_tuning_marks_the_best_and_what_failed():
 
 def test_lengths():
     axes = check(plots.lengths([(2**k, 2 ** (k + 1), 10 * k) for k in range(17)])).axes[0]
-    assert "1,360 documents" in axes.get_title()
+    assert "1,360 documents" in axes.get_title("left")
     assert [bar.get_height() for bar in axes.patches] == [10 * k for k in range(17)]
     check(plots.lengths([[1, 2, 5]]))
 

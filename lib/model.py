@@ -128,6 +128,6 @@ class MiniGPT(nn.Module):
 
     @property
     def flops_per_token(self) -> int:
-        """Of forward and backward: 6 a parameter and 12 · layers · D · S for attention (PaLM, arXiv 2204.02311, app. B)."""
+        """Forward and backward: 6 a parameter, 12 · layers · D · S for attention (PaLM, arXiv 2204.02311, app. B)."""
         c = self.config
         return 6 * self.parameter_count + 12 * c.layers * c.hidden_size * c.seq_len

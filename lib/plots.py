@@ -5,14 +5,12 @@ Every function but `show` returns a matplotlib Figure of its own, outside pyplot
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from html import escape
 from io import BytesIO
 from math import isfinite, log2
 from re import findall, match
 from zlib import crc32
 
 import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from IPython.display import display
@@ -67,20 +65,14 @@ def order(arm: str) -> tuple:
 
 
 def show(figure: Figure, alt: str) -> None:
-    """Display the figure as PNG with alternative text, and close it. Raises BadInput where the text is empty.
-
-    The text is in the PNG's metadata, where nbconvert's classic template looks for it. Its default template writes no
-    alt for a PNG, so the same image goes out as HTML too, which nbconvert and JupyterLab prefer.
-    """
+    """Display the figure as PNG, with alternative text in its metadata. Raises BadInput where the text is empty."""
     require(bool(alt.strip()), "alt", alt, "must say what the figure shows")
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     image, buffer = Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE), BytesIO()
     image.save(buffer, format="png", optimize=True)  # a palette makes a third of the size
     png = b64encode(buffer.getvalue()).decode()
-    html = f'<img src="data:image/png;base64,{png}" alt="{escape(alt)}">'
-    display({"text/html": html, "image/png": png, "text/plain": alt}, metadata={"image/png": {"alt": alt}}, raw=True)
-    plt.close(figure)
+    display({"image/png": png, "text/plain": alt}, metadata={"image/png": {"alt": alt}}, raw=True)
 
 
 def new_figure(rows: int = 1, height: float = 4.5, title: str = "", **options):
@@ -296,14 +288,12 @@ def tuning(runs: pd.DataFrame, title: str = "Learning rate of each arm") -> Figu
 
 
 @mpl.rc_context(STYLE)
-def lengths(histogram: Sequence[tuple[int, int, int]], title: str = "Document lengths") -> Figure:
-    """Documents by length in tokens, from [low, high, count] for each bin [low, high), powers of two."""
+def lengths(counts: Sequence[int], title: str = "Document lengths") -> Figure:
+    """Documents by length in tokens: entry k counts those of 2^k to 2^(k+1) − 1."""
     figure, axes = new_figure(height=3.5)
-    counts = [count for *_, count in histogram]
     axes.bar(range(len(counts)), counts, width=1, align="edge", color="#0072b2", edgecolor="white")
-    edges = [low for low, *_ in histogram] + [histogram[-1][1]]
-    step = 1 + len(edges) // 12
-    axes.set_xticks(range(len(edges))[::step], [f"{edge:,}" for edge in edges[::step]])
+    powers = range(0, len(counts) + 1, 1 + (len(counts) + 1) // 12)
+    axes.set_xticks(powers, [f"{2**power:,}" for power in powers])
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set(title=f"{title}: {sum(counts):,} documents", xlabel="document length, tokens (bins double)",
              ylabel="documents")

@@ -21,8 +21,8 @@ from lib.config import ROOT, RunConfig, under_root
 from lib.model import MiniGPT, ModelConfig
 
 OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of these is not trained again
-COLUMNS = ["run", "arm", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind", "budget", "clock", "status",
-           "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens", "elapsed_seconds",
+COLUMNS = ["run", "arm", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind", "budget", "clock",
+           "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens", "elapsed_seconds",
            "tokens_per_second", "final_lr", "clipped_share", "stages", "stream_sha256", "parameters"]
 
 

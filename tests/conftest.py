@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lib.config import Preparation, RunConfig
-from lib.stream import prepare
+from lib.prepare import prepare
 
 # One thread is fastest for models this small, and tests stay quick on a busy machine.
 torch.set_num_threads(1)

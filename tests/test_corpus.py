@@ -256,7 +256,7 @@ def test_the_polish_sample_is_read_from_the_hub(hub):
 def test_an_unreachable_hub_file_is_one_line_of_bad_input(hub, tmp_path, offline):
     if offline:
         hub.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    impatient = "import time; time.sleep = lambda seconds: None; from lib.stream import command, main; command(main)"
+    impatient = "import time; time.sleep = lambda seconds: None; from lib.prepare import command, main; command(main)"
     done = run(hub, "-c", impatient, f"corpus=hub:SlayerLab/polish-dynaword/{HUB_FILE}", f"stream={tmp_path / 's'}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: corpus = 'hub:SlayerLab/polish-dynaword/")

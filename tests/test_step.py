@@ -87,8 +87,8 @@ def test_building_a_model_leaves_the_callers_random_numbers_alone(tiny):
 
 def test_evaluation_does_not_depend_on_the_micro_batch(tiny, stream):
     packed = PackedStream(stream, 16)
-    results = [Learner(tiny(device_token_capacity=c, tokens_per_step=c, token_budget=c), packed.vocab_size).evaluate(packed, None)
-               for c in (16, 48, 112, 4096)]
+    configs = [tiny(device_token_capacity=c, tokens_per_step=c, token_budget=c) for c in (16, 48, 112, 4096)]
+    results = [Learner(config, packed.vocab_size).evaluate(packed, None) for config in configs]
     for result in results[1:]:
         assert result == pytest.approx(results[0], rel=1e-6)
 

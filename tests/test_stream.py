@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from lib import stream
+from lib import prepare as preparing
 from lib.check import BadInput
 from lib.config import ROOT, Preparation
-from lib.stream import PackedStream, prepare, read_meta, token_dtype
+from lib.prepare import prepare, token_dtype
+from lib.stream import PackedStream, read_meta
 
 ODD = ["<|eos|>", "a <|eos|> b<|eos|>", "\r\n\t \n\n", "🜁🇵🇱 e\u0301 \x00\ufffd", "źdźbło 'll it's\u2028\u00a0x", " ",
        "x" * 700]
@@ -150,8 +151,8 @@ def test_any_text_survives_the_round_trip(folder, text):
 def test_pieces_have_the_tokens_of_the_whole(folder, text):
     tokenizer = PackedStream(folder, 8).tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "PIECE", 3)
-        pieces = list(stream._pieces(text))
+        patch.setattr(preparing, "PIECE", 3)
+        pieces = list(preparing._pieces(text))
     assert "".join(pieces) == text
     assert [i for piece in pieces for i in tokenizer.encode(piece).ids] == tokenizer.encode(text).ids
     words = tokenizer.pre_tokenizer.pre_tokenize_str  # no merge crosses them, whatever the vocabulary
@@ -162,8 +163,8 @@ def test_a_long_document_is_encoded_in_pieces_and_has_the_tokens_of_the_whole(tm
     texts = [*TEXTS, "\n".join(make_texts(10_000))]
     write(tmp_path / "a.parquet", texts)
     meta = quiet(request(tmp_path))
-    assert len(texts[-1]) > 20 * stream.PIECE
-    assert max(map(len, stream._pieces(texts[-1]))) < stream.PIECE + 1000
+    assert len(texts[-1]) > 20 * preparing.PIECE
+    assert max(map(len, preparing._pieces(texts[-1]))) < preparing.PIECE + 1000
     flat = sides(tmp_path / "stream")[held_out(texts[-1])]
     whole = PackedStream(tmp_path / "stream", 8).tokenizer.encode(texts[-1]).ids
     assert flat[-len(whole) - 1:].tolist() == [*whole, meta["eos_id"]]
@@ -172,7 +173,7 @@ def test_a_long_document_is_encoded_in_pieces_and_has_the_tokens_of_the_whole(tm
 def test_another_process_prepares_the_same_bytes(folder, tmp_path):
     write(tmp_path / "a.parquet", TEXTS)
     values = asdict(request(tmp_path))
-    done = subprocess.run([sys.executable, "-m", "lib.stream", *(f"{name}={value}" for name, value in values.items()
+    done = subprocess.run([sys.executable, "-m", "lib.prepare", *(f"{name}={value}" for name, value in values.items()
                            if value is not None)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == values["stream"]
@@ -209,7 +210,7 @@ def files_of(folder):
 
 def test_asking_again_returns_at_once_and_another_preparation_overwrites_nothing(empty, monkeypatch):
     first, before = quiet(request(empty)), files_of(empty)
-    monkeypatch.setattr(stream, "_train_tokenizer", None)
+    monkeypatch.setattr(preparing, "_train_tokenizer", None)
     assert quiet(request(empty)) == first
     for change in ({"vocab_size": 500}, {"limit": 100}, {"validation_fraction": 0.3}):
         with pytest.raises(BadInput, match=rf"stream = .* another {next(iter(change))}, .*choose another folder"):
@@ -221,10 +222,10 @@ def test_asking_again_returns_at_once_and_another_preparation_overwrites_nothing
 
 
 def test_a_hub_revision_may_move_on_while_the_file_stays(empty, monkeypatch):
-    plain = stream.describe
-    monkeypatch.setattr(stream, "describe", lambda *corpus: plain(*corpus) | {"revision": "one"})
+    plain = preparing.describe
+    monkeypatch.setattr(preparing, "describe", lambda *corpus: plain(*corpus) | {"revision": "one"})
     first = quiet(request(empty))
-    monkeypatch.setattr(stream, "describe", lambda *corpus: plain(*corpus) | {"revision": "two"})
+    monkeypatch.setattr(preparing, "describe", lambda *corpus: plain(*corpus) | {"revision": "two"})
     assert quiet(request(empty)) == first
 
 
@@ -242,16 +243,16 @@ def test_a_folder_that_is_no_stream_is_left_alone(empty, spoil):
 def test_a_killed_preparation_leaves_nothing_in_the_way(empty, folder):
     code = f"""
 import os, signal
-from lib import stream
+from lib import prepare as preparing
 from lib.config import Preparation
-stream.BATCH, batches = 2000, stream._batches
+preparing.BATCH, batches = 2000, preparing._batches
 def killed(preparation):
     for number, batch in enumerate(batches(preparation)):
         if number == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         yield batch
-stream._batches = killed
-stream.prepare(Preparation(**{asdict(request(empty))}))
+preparing._batches = killed
+preparing.prepare(Preparation(**{asdict(request(empty))}))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
     assert not (empty / "stream").exists()
@@ -276,9 +277,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         pytest.skip("only Linux tells the peak memory of a process apart from its parent's")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=80)) for _ in range(500)]
-    code = ("import sys; from pathlib import Path; from lib import stream; from lib.config import Preparation\n"
-            "stream.TRAINING_BYTES = 2_000_000\n"
-            "stream.prepare(Preparation(corpus=sys.argv[1], stream=sys.argv[2], vocab_size=1000), str)\n"
+    code = ("import sys; from lib import prepare as preparing; from lib.config import Preparation\n"
+            "preparing.TRAINING_BYTES = 2_000_000\n"
+            "preparing.prepare(Preparation(corpus=sys.argv[1], stream=sys.argv[2], vocab_size=1000), str)\n"
             "print(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])")
     peaks = []
     for count in (1_000, 10_000):
@@ -311,7 +312,7 @@ def test_bad_input_writes_nothing(tmp_path, texts, changes, message):
 
 
 def test_bad_input_found_late_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "TRAINING_BYTES", 1000)
+    monkeypatch.setattr(preparing, "TRAINING_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{")
     with pytest.raises(BadInput, match=f"line {len(TEXTS) + 1} must be JSON"):
         quiet(request(tmp_path, corpus=str(tmp_path / "*.jsonl")))
@@ -324,7 +325,7 @@ def test_bad_input_found_late_leaves_nothing(tmp_path, monkeypatch):
     (["vocab_size=5"], "error: vocab_size = 5: must be at least 257"),
 ])
 def test_the_command_line_ends_bad_input_with_one_line(tmp_path, arguments, message):
-    done = subprocess.run([sys.executable, "-m", "lib.stream", *arguments, f"stream={tmp_path / 's'}"],
+    done = subprocess.run([sys.executable, "-m", "lib.prepare", *arguments, f"stream={tmp_path / 's'}"],
                           capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(message)

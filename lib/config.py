@@ -28,14 +28,14 @@ class Preparation:
 
     corpus: str = "installed-python"  # or hub:OWNER/NAME/path.parquet, or a path or glob of text files
     text_column: str = "text"  # of parquet and JSON lines
-    limit: int | None = None  # documents to read; all where null
+    limit: int = 0  # documents to read; 0 for all
     vocab_size: int = 16_384
     validation_fraction: float = 0.01  # share of documents held out
     stream: str = "data/stream"  # folder to write
 
     def __post_init__(self):
         check_types(self)
-        require(self.limit is None or self.limit > 0, "limit", self.limit, "must be positive, or null for all")
+        require(self.limit >= 0, "limit", self.limit, "must be a number of documents, or 0 for all")
         require(257 <= self.vocab_size <= 2**32, "vocab_size", self.vocab_size,
                 "must be at least 257 (256 bytes and <|eos|>) and fit the stream's uint32")
         require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction,

@@ -34,8 +34,8 @@ HUB = re.compile(r"hub:(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<file>.
 CHUNK = 1 << 20  # characters of text file in one document; bytes of each end in a fingerprint
 
 
-def documents(corpus: str, text_column: str = "text", limit: int | None = None) -> Iterator[str]:
-    """The non-empty documents of a corpus in a fixed order, the first `limit` of them. Raises BadInput.
+def documents(corpus: str, text_column: str = "text", limit: int = 0) -> Iterator[str]:
+    """The non-empty documents of a corpus in a fixed order: the first `limit`, or all for 0. Raises BadInput.
 
     `corpus` is `installed-python`, `hub:OWNER/NAME/path/in/repo.parquet` (`OWNER/NAME@REVISION` pins a commit), or a
     path or glob of .parquet, .jsonl, .jsonl.gz and .txt files, in sorted order. Memory holds about one document.
@@ -44,7 +44,7 @@ def documents(corpus: str, text_column: str = "text", limit: int | None = None) 
         texts = (file.read_bytes().decode("utf-8", "replace") for file in _sources())
     else:
         texts = (text for file in _files(corpus) for text in _texts(file, text_column))
-    return islice(filter(None, texts), limit)
+    return islice(filter(None, texts), limit or None)
 
 
 def describe(corpus: str, text_column: str = "text") -> dict:

@@ -25,8 +25,8 @@ STYLE = {"font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "a
          "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True,
          "lines.linewidth": 2, "legend.frameon": False, "legend.handlelength": 2.8}
 GREY = "#666666"
-RAMP = mpl.colormaps["viridis"]  # constants: from 1,024 tokens a step, dark, to 1,048,576, green
-SMALLEST, OCTAVES = 2**10, 10
+RAMP = mpl.colormaps["viridis"]  # constants: from 512 tokens a step, dark, to 524,288, green
+SMALLEST, OCTAVES = 2**9, 10
 # Schedules: the warm hues of Okabe and Ito's palette for colour-blind readers, which the ramp does not touch.
 HUES = {"dividers": "#d55e00", "shrinking": "#cc79a7", "seesaw": "#e69f00", "late_switch": "#dc267f",
         "adaptive": "#000000", "stages": "#a6761d"}
@@ -43,7 +43,7 @@ def colour(arm: str) -> tuple[float, float, float]:
     kind, numbers = match(r"\s*([\w-]*)\s*([\d.,]*)", arm).groups()
     if kind == "constant" and numbers.strip(",."):
         octaves = log2(float(numbers.replace(",", "")) / SMALLEST)
-        return RAMP(0.78 * min(max(octaves / OCTAVES, 0), 1))[:3]
+        return RAMP(0.82 * min(max(octaves / OCTAVES, 0), 1))[:3]
     checksum, dividers = crc32(arm.encode()), [float(number) for number in findall(r"\d+\.?\d*", numbers)]
     tint, shade = checksum % 1000 / 999, 0.0
     if kind == "dividers" and dividers:
@@ -124,9 +124,9 @@ def curves(runs: pd.DataFrame, updates: pd.DataFrame, x: str = "tokens", title: 
     run. Faint behind is every update. The line is the mean over an arm's seeds as far as all go, the band their range.
     """
     require(x in ("tokens", "elapsed"), "x", x, "must be tokens or elapsed")
-    hours = updates["elapsed"].max() >= 3600
-    unit, word = {"tokens": (1e6, "tokens, millions"),
-                  "elapsed": (3600, "time, hours") if hours else (60, "time, minutes")}[x]
+    lasts = updates["elapsed"].max()
+    clock = ("hours", 3600) if lasts >= 3600 else ("minutes", 60) if lasts >= 180 else ("seconds", 1)
+    unit, word = {"tokens": (1e6, "tokens, millions"), "elapsed": (clock[1], f"time, {clock[0]}")}[x]
     longest = updates["tokens"].max()
     smooth = stats.bins(updates, np.clip(updates["tokens_per_step"].max(), longest / 60, longest / 15))
     groups = variants(runs)

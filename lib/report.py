@@ -9,27 +9,36 @@ from IPython.display import Markdown, display
 from lib import stats
 from lib.machine import environment
 
-WORDS = {
-    "budget_kind": "budget in", "budget": "budget", "arm": "arm", "lr": "lr", "validation_loss": "validation loss, nat",
-    "validation_loss_sd": "sd", "validation_bits_per_byte": "bits per byte", "validation_bits_per_byte_sd": "sd of bits",
-    "n": "n", "unfinished": "unfinished", "steps": "updates", "tokens": "tokens", "elapsed_seconds": "seconds",
-    "tokens_per_second": "tokens/s", "final_lr": "lr at the end", "at_edge": "at the grid's edge", "tried": "rates tried",
-}
-FORMATS = {
-    "budget": "{:,g}", "lr": "{:.4g}", "validation_loss": "{:.4f}", "validation_loss_sd": "{:.4f}",
-    "validation_bits_per_byte": "{:.4f}", "validation_bits_per_byte_sd": "{:.4f}", "steps": "{:,.0f}",
-    "tokens": "{:,.0f}", "elapsed_seconds": "{:,.1f}", "tokens_per_second": "{:,.0f}", "final_lr": "{:.2g}",
+# Column names in words, in the order of a table, with the format of their numbers.
+COLUMNS = {
+    "budget_kind": ("budget in", "{}"),
+    "budget": ("budget", "{:,g}"),
+    "arm": ("arm", "{}"),
+    "lr": ("lr", "{:.4g}"),
+    "validation_loss": ("validation loss, nat", "{:.4f}"),
+    "validation_bits_per_byte": ("bits per byte", "{:.4f}"),
+    "n": ("n", "{}"),
+    "unfinished": ("unfinished", "{}"),
+    "steps": ("updates", "{:,.0f}"),
+    "tokens": ("tokens", "{:,.0f}"),
+    "elapsed_seconds": ("seconds", "{:,.1f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "final_lr": ("lr at the end", "{:.2g}"),
+    "tried": ("rates tried", "{}"),
+    "at_edge": ("at the grid's edge", "{}"),
 }
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame as text for readers: column names in words with their units, numbers with fitting digits."""
-    shown = frame.copy()
-    for name, form in FORMATS.items():
-        if name in shown:
-            shown[name] = [form.format(value) if pd.notna(value) else "–" for value in shown[name]]
-    return shown.rename(columns=WORDS).set_index(WORDS[frame.columns[0]] if frame.columns[0] in WORDS else
-                                                frame.columns[0])
+    """The frame as text for readers: columns in words with units, means with their sd, arms as the rows' names."""
+    shown = pd.DataFrame(index=frame.index)
+    for name, (words, form) in COLUMNS.items():
+        if name not in frame or (name == "unfinished" and not frame[name].any()):
+            continue
+        shown[words] = [form.format(value) if pd.notna(value) else "–" for value in frame[name]]
+        if f"{name}_sd" in frame:
+            shown[words] += [f" ± {form.format(sd)}" if pd.notna(sd) else "" for sd in frame[f"{name}_sd"]]
+    return shown.set_index([name for name in ("budget in", "arm") if name in shown])
 
 
 def verdicts(comparisons: dict[str, stats.Comparison]) -> pd.DataFrame:

@@ -38,7 +38,7 @@ FLOORS = {
     3: ["corpus", "machine", "runs", "state", "stream"],
     4: ["prepare", "step"],
     5: ["train"],
-    6: ["execute", "plots", "sweep"],
+    6: ["execute", "plots", "report", "sweep"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}
@@ -138,7 +138,8 @@ def test_notebooks_tell_a_story(path):
 def test_notebooks_are_thin(path):
     for cell in nbformat.read(path, 4).cells:
         if cell.cell_type == "code":
-            assert len(cell.source.splitlines()) <= 20, cell.source
+            flat = "parameters" in cell.metadata.get("tags", [])  # a list of names, as long as it has to be
+            assert flat or len(cell.source.splitlines()) <= 20, cell.source
             nodes = ast.walk(ast.parse(TransformerManager().transform_cell(cell.source)))
             banned = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.While
             assert not [node for node in nodes if isinstance(node, banned)], cell.source

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import time
+from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,9 +149,22 @@ def execute(name: str, scale: str, values: dict) -> tuple[Path, Path]:
     running.write_text(re.sub(this_machine, "", nbformat.writes(nb)), encoding="utf-8")
     running.replace(report)
     failed.unlink(missing_ok=True)
+    save_figures(nb, report.parent / "figures")
     page = report.with_suffix(".html")
     page.write_text(to_html(report), encoding="utf-8")
     return report, page
+
+
+def save_figures(nb: nbformat.NotebookNode, folder: Path) -> None:
+    """Write each figure of the notebook as FOLDER/NAME-NUMBER.png, for pages that show one of them."""
+    name = Path(nb.metadata.papermill.output_path).stem
+    folder.mkdir(exist_ok=True)
+    for earlier in folder.glob(f"{name}-*.png"):
+        earlier.unlink()
+    images = [output.data["image/png"] for cell in nb.cells for output in cell.get("outputs", ())
+              if "image/png" in output.get("data", {})]
+    for number, image in enumerate(images, 1):
+        (folder / f"{name}-{number}.png").write_bytes(b64decode(image))
 
 
 def to_html(report: Path) -> str:

@@ -1,22 +1,23 @@
 """The run directory: configuration, log, metrics, metadata and trained model; many of them as data frames."""
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
 import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
 
-from lib.check import require
+from lib.check import BadInput, require
 from lib.config import ROOT, RunConfig, under_root
 from lib.model import MiniGPT, ModelConfig
 
@@ -31,7 +32,7 @@ class Run:
 
     def __init__(self, path: Path):
         self.path = path
-        self._metrics = None
+        self._metrics = self._lock = None
 
     @classmethod
     def of(cls, config: RunConfig, facts: Mapping[str, object]) -> "Run":
@@ -67,12 +68,30 @@ class Run:
         return str(self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path)
 
     def create(self, config: RunConfig) -> None:
-        """Make the directory; what an earlier attempt left there is moved aside, never deleted."""
+        """Make the directory, and hold it until `close`; what an earlier attempt left is moved aside, never deleted.
+
+        Raises BadInput where another process is training this run, or the folder of runs cannot be written.
+        """
         if self.path.exists():
-            attempts = (self.path.with_name(f"{self.name}.stopped-{i}") for i in range(1, sys.maxsize))
+            self._hold()
+            attempts = (self.path.with_name(f"{self.name}.stopped-{i}") for i in count(1))
             self.path.rename(next(path for path in attempts if not path.exists()))
-        self.path.mkdir(parents=True)
+            os.close(self._lock)
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            raise BadInput(f"runs = {str(self.path.parent)!r}: must be a folder to write to ({error})") from None
+        self._hold()
         write_json(self.path / "config.json", asdict(config))
+
+    def _hold(self) -> None:
+        """Lock the directory; the lock ends with the process, however that ends."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise BadInput(f"run = {self.name!r}: is being trained by another process; wait for it") from None
 
     @contextmanager
     def log(self, console: Callable[[str], None]) -> Iterator[logging.Logger]:
@@ -102,7 +121,7 @@ class Run:
     def record(self, row: Mapping[str, object]) -> None:
         """Append one row to metrics.jsonl."""
         if self._metrics is None:
-            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 — held for the run
+            self._metrics = open(self.path / "metrics.jsonl", "a", 1, encoding="utf-8")  # noqa: SIM115 — held for the run
         self._metrics.write(json.dumps(row) + "\n")
 
     def close(self, meta: Mapping[str, object]) -> None:
@@ -111,6 +130,7 @@ class Run:
             self._metrics.close()
             self._metrics = None
         write_json(self.path / "run_meta.json", meta | {"ended": datetime.now(UTC).isoformat(timespec="seconds")})
+        os.close(self._lock)
 
     def save_model(self, model: MiniGPT, tokenizer: Path) -> str:
         """Write model/ (safetensors, configuration, tokenizer) and return the sha256 of the weights."""

@@ -263,6 +263,23 @@ def test_what_an_interrupted_run_left_is_kept(tiny, monkeypatch):
     assert len((aside / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_run_in_the_hands_of_another_process_is_left_alone(tiny, tmp_path):
+    run = train(tiny(), progress=quiet)
+    (run.path / "run_meta.json").unlink()  # as it is while a run goes on
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); "
+         "print('held', flush=True); sys.stdin.read()", str(run.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BadInput, match="is being trained by another process"):
+        train(tiny(), progress=quiet)
+    assert sorted(tmp_path.rglob("*")) == before
+    holder.kill()
+    holder.wait()
+    assert train(tiny(), progress=quiet).meta["status"] == "finished"
+
+
 def test_warnings_and_tracebacks_reach_the_log(tiny, monkeypatch):
     import warnings
 

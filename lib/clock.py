@@ -25,6 +25,7 @@ class Clock:
         self.started = self.stopped = None
         self.modelled = 0.0
         self.paused = 0.0
+        self.pace = 0.0  # measured seconds a micro-batch, in the last update
 
     def start(self) -> None:
         self.started = time.perf_counter()
@@ -42,10 +43,17 @@ class Clock:
     def elapsed(self) -> float:
         return self.modelled if self.costs else self.measured
 
-    def update(self, micro_batches: int) -> None:
-        """Count an update of this many micro-batches; the warm-up update, before the start, counts nothing."""
-        if self.costs and self.started is not None:
-            self.modelled += micro_batches * self.costs.micro_batch_seconds + self.costs.update_seconds
+    def expected(self, micro_batches: int) -> float:
+        """Seconds of an update of so many micro-batches: modelled, or at the last one's pace (0 before the first)."""
+        if self.costs:
+            return micro_batches * self.costs.micro_batch_seconds + self.costs.update_seconds
+        return micro_batches * self.pace
+
+    def update(self, micro_batches: int, seconds: float) -> None:
+        """Count an update that took these seconds; the warm-up update, before the start, counts nothing."""
+        if self.started is not None:
+            self.modelled += self.expected(micro_batches) if self.costs else 0.0
+            self.pace = seconds / micro_batches
 
     @contextmanager
     def pause(self) -> Iterator[None]:

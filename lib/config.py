@@ -5,7 +5,6 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import isfinite
 from pathlib import Path
 
 import yaml
@@ -18,8 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def under_root(path: str | Path) -> Path:
-    """An absolute path; a relative one counts from the repository, never from the working directory."""
-    return ROOT / Path(path).expanduser()
+    """An absolute path; a relative one counts from the repository, never from the working directory.
+
+    Raises BadInput for what cannot be a path.
+    """
+    require(bool(str(path).strip()), "path", str(path), "must not be empty")
+    try:
+        full = ROOT / Path(path).expanduser()
+        full.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadInput(f"path = {str(path)[:80]!r}: must be a usable path ({error})") from None
+    return full
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,8 @@ class RunConfig:
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
         for name, known in CHOICES.items():
             require(getattr(self, name) in known, name, getattr(self, name), f"must be one of {', '.join(known)}")
+        for name in ("seed", "data_seed"):
+            require((getattr(self, name) or 0) < 2**63, name, getattr(self, name), "must be below 2^63")
         require(self.data_seed is None or self.data_seed >= 0, "data_seed", self.data_seed, "must not be negative")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2, to have a next token to predict")
         require(self.hidden_size % (2 * self.heads) == 0, "heads", self.heads,
@@ -135,6 +147,9 @@ class RunConfig:
                 f"must hold at least one update of {first:,} tokens")
         for stage in self.stages():
             self.hyperparameters(stage)
+        for name in ("batch_dividers", "stage_length"):
+            require(not getattr(self, name) or self.schedule == "dividers", name, list(getattr(self, name)),
+                    f"belongs to schedule dividers, but schedule is {self.schedule}")
 
     @property
     def budget(self) -> float:
@@ -146,7 +161,11 @@ class RunConfig:
         """The schedule in words, the same for every seed, learning rate and budget."""
         if self.schedule == "constant":
             return f"constant {self.tokens_per_step:,}"
-        return f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)}"
+        words = f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)} of {self.tokens_per_step:,}"
+        starts, even = [stage.start for stage in self.stages()], len(self.batch_dividers)
+        if any(abs(start - i / even) > 1e-3 for i, start in enumerate(starts)):
+            words += f" at {', '.join(f'{start:.3g}' for start in starts)}"
+        return words
 
     def stages(self) -> list[schedules.Stage]:
         """The schedule as data: what the loop follows."""
@@ -194,7 +213,7 @@ def convert(name: str, value: object, kind) -> object:
     if kind is int and number:
         return int(value)
     if kind is float and (number or isinstance(value, float)):
-        require(isfinite(value), name, value, "must be a finite number")
+        require(abs(value) < 1e300, name, value, "must be a finite number")  # not true of NaN
         return float(value)
     hint = "; YAML reads 6e-4 as text, write 6.0e-4" if kind is float and isinstance(value, str) else ""
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
@@ -215,10 +234,14 @@ def build(kind: type, values: Mapping[str, object]):
 def read_yaml(path: str | Path) -> dict:
     """A flat params file as a dictionary. Raises BadInput where it is not one."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInput(f"{path}: not a readable YAML file ({' '.join(str(error).split())})") from None
     require(isinstance(values, dict | None), str(path), type(values).__name__, "must hold name: value lines")
+    names = [name.value for name, _ in yaml.compose(text).value] if values else []
+    for name in names:
+        require(names.count(name) == 1, f"{path}: {name}", values.get(name), "is set more than once")
     return values or {}
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import nbformat
 import papermill
-import yaml
 from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
@@ -28,7 +27,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 
-from lib.check import require
+from lib.check import BadInput, require
 from lib.config import ROOT, command, convert, read_yaml
 
 KINDS = {"int": int, "float": float, "str": str, "bool": bool, "list": list}
@@ -56,14 +55,12 @@ def read_params(path: Path, notebook: Path) -> dict:
     null fits where the cell's own default is None: papermill's inspector does not see `int | None`. Raises BadInput.
     """
     values = read_yaml(path)
-    keys = [key.value for key, _ in yaml.compose(path.read_text(encoding="utf-8")).value] if values else []
     declared = papermill.inspect_notebook(notebook)
     for name, value in values.items():
         label = f"{path}: {name}"
         near = difflib.get_close_matches(str(name), declared, 1)
         require(name in declared, label, value, f"is not a parameter of {notebook}"
                 + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(declared) or 'none'}"))
-        require(keys.count(name) == 1, label, value, "is set more than once")
         annotation = declared[name]["inferred_type_name"]
         kind = kind_of(annotation)
         require(kind is not None, label, value, f"{notebook} annotates it as {annotation}, not as {', '.join(KINDS)}")
@@ -136,6 +133,9 @@ def execute(name: str, scale: str, values: dict) -> tuple[Path, Path]:
         nb = papermill.execute_notebook(source, running, values, engine_name="console", kernel_name="python3",
                                         progress_bar=False)
     except (PapermillExecutionError, DeadKernelError, KeyboardInterrupt) as error:
+        if isinstance(error, PapermillExecutionError) and error.ename == "BadInput":
+            running.unlink()
+            raise BadInput(f"{Path('params', scale, name)}.yaml: {error.evalue}") from None
         if running.exists():
             running.replace(failed)
         reason = str(error) or "interrupted"
@@ -158,12 +158,12 @@ def execute(name: str, scale: str, values: dict) -> tuple[Path, Path]:
 def save_figures(nb: nbformat.NotebookNode, folder: Path) -> None:
     """Write each figure of the notebook as FOLDER/NAME-NUMBER.png, for pages that show one of them."""
     name = Path(nb.metadata.papermill.output_path).stem
-    folder.mkdir(exist_ok=True)
     for earlier in folder.glob(f"{name}-*.png"):
         earlier.unlink()
     images = [output.data["image/png"] for cell in nb.cells for output in cell.get("outputs", ())
               if "image/png" in output.get("data", {})]
     for number, image in enumerate(images, 1):
+        folder.mkdir(exist_ok=True)
         (folder / f"{name}-{number}.png").write_bytes(b64decode(image))
 
 

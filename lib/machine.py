@@ -1,13 +1,14 @@
 """Where a result was made: versions, device, threads and commit."""
 
 import platform
+import re
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from lib.check import require
+from lib.check import BadInput, require
 from lib.config import ROOT
 
 
@@ -15,13 +16,12 @@ def pick_device(name: str) -> torch.device:
     """The device called `name`; "auto" is a CUDA GPU where there is one. Raises BadInput where it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require(bool(re.fullmatch(r"cpu|mps|cuda(:\d+)?", name)), "device", name, "must be auto, cpu, cuda, cuda:1 or mps")
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError):
-        device = None
-    require(device is not None, "device", name, "is not available here; auto takes what there is")
-    return device
+        raise BadInput(f"device = {name!r}: is not available here; auto takes what there is") from None
+    return torch.device(name)
 
 
 def device_name(device: torch.device) -> str:

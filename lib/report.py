@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import pandas as pd
-import torch
 from IPython.display import Markdown, display
 
 from lib import stats
-from lib.machine import environment
+from lib.machine import environment, pick_device
 
 # Column names in words, in the order of a table, with the format of their numbers.
 COLUMNS = {
@@ -15,6 +14,8 @@ COLUMNS = {
     "budget": ("budget", "{:,g}"),
     "arm": ("arm", "{}"),
     "lr": ("lr", "{:.4g}"),
+    "own": ("own best lr", "{:.4g}"),
+    "rule": ("lr by the rule", "{:.4g}"),
     "validation_loss": ("validation loss, nat", "{:.4f}"),
     "validation_bits_per_byte": ("bits per byte", "{:.4f}"),
     "n": ("n", "{}"),
@@ -54,7 +55,7 @@ def verdicts(comparisons: dict[str, stats.Comparison]) -> pd.DataFrame:
         }
         for name, c in comparisons.items()
     }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("comparison")
+    return pd.DataFrame.from_dict(rows, orient="index").replace({"+nan": "–", "+nan to +nan": "–", "nan": "–"})
 
 
 def result(*sentences: str) -> None:
@@ -67,9 +68,20 @@ def facts(values: dict[str, object]) -> None:
     display(pd.DataFrame({"": [str(value) for value in values.values()]}, index=list(values)))
 
 
-def provenance(device: torch.device) -> None:
-    """Display the versions, the device, the threads and the commit behind this report."""
-    facts(environment(device))
+def noise(runs: pd.DataFrame) -> None:
+    """Display how far apart two runs of one arm are that differ by seed only, under each budget."""
+    for kind, group in runs.groupby("budget_kind"):
+        floor = stats.noise_floor(group.pivot(index=["arm", "lr"], columns="seed", values="validation_loss"))
+        by = f"{floor:.4f} nat (standard deviation)" if floor == floor else "what a single seed cannot tell"
+        print(f"Budget in {kind}: two runs that differ by seed only differ by {by}.")
+
+
+def provenance(runs: pd.DataFrame | None = None) -> None:
+    """Display the versions, device, threads and commit of this report, and those its runs were made with."""
+    here = environment(pick_device("auto"))
+    made = [tuple(where.items()) for where in runs["environment"]] if runs is not None else []
+    columns = {"this report": here} | {f"{made.count(where)} runs": dict(where) for where in dict.fromkeys(made)}
+    display(pd.DataFrame(columns).fillna("–").astype(str))
 
 
 def listed(names: Sequence[str]) -> str:

@@ -29,6 +29,11 @@ def lr_multiplier(rule: str, ratio: float) -> float:
     return {"linear": ratio, "sqrt-lr": sqrt(ratio), "sde": sqrt(ratio), "sde-power": sqrt(ratio)}.get(rule, 1.0)
 
 
+def scaled_lr(rule: str, lr: float, ratio: float) -> float:
+    """The learning rate for `ratio` times the tokens per step, to six digits, so that equal rates are equal numbers."""
+    return float(f"{lr * lr_multiplier(rule, ratio):.6g}")
+
+
 def rescale(rule: str, ratio: float, base: Hyperparameters, wd_rule: str = "none") -> Hyperparameters:
     """Hyperparameters for `ratio` times the base tokens per step.
 

@@ -22,9 +22,12 @@ from lib.config import ROOT, RunConfig, under_root
 from lib.model import MiniGPT, ModelConfig
 
 OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of these is not trained again
-COLUMNS = ["run", "arm", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind", "budget", "clock",
-           "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens", "elapsed_seconds",
-           "tokens_per_second", "final_lr", "clipped_share", "stages", "stream_sha256", "parameters"]
+COLUMNS = ["run", "arm", "base_tokens_per_step", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind",
+           "budget", "clock", "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens",
+           "elapsed_seconds", "tokens_per_second", "final_lr", "clipped_share", "stages", "setting", "environment"]
+# What may differ between the runs of one comparison; everything else is its setting.
+OF_AN_ARM = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "lr", "seed", "data_seed", "token_budget",
+             "time_budget", "clock", "runs", "stream"}
 
 
 class Run:
@@ -77,10 +80,7 @@ class Run:
             attempts = (self.path.with_name(f"{self.name}.stopped-{i}") for i in count(1))
             self.path.rename(next(path for path in attempts if not path.exists()))
             os.close(self._lock)
-        try:
-            self.path.mkdir(parents=True)
-        except OSError as error:
-            raise BadInput(f"runs = {str(self.path.parent)!r}: must be a folder to write to ({error})") from None
+        make_folder(self.path)
         self._hold()
         write_json(self.path / "config.json", asdict(config))
 
@@ -157,25 +157,40 @@ def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def read_json(path: Path) -> dict | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def make_folder(path: Path) -> None:
+    """Make a folder of runs, or below one. Raises BadInput where it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"runs = {str(path.parent)!r}: must be a folder to write to ({error.strerror})") from None
 
 
-def write_json(path: Path, values: Mapping[str, object]) -> None:
+def read_json(path: Path) -> dict | list | None:
+    """What the file holds; None where it is not there or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+
+
+def write_json(path: Path, values: Mapping[str, object] | list) -> None:
     """Write whole or not at all: a temporary file, then a rename."""
     temporary = path.with_suffix(".partial")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2, ensure_ascii=False)
+        json.dump(values, file, indent=2, ensure_ascii=False, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
 def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Every run that has ended below `folder`: a frame of runs, and one of all their updates (with column `run`)."""
+    """Every run that has ended in `folder`: a frame of runs, and one of all their updates (with column `run`).
+
+    What stopped attempts left aside is not among them.
+    """
     folder = under_root(folder)
     require(folder.is_dir(), "runs", str(folder), "is not a folder of runs; train something first")
-    ended = [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json"))]
+    ended = [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json")) if ".stopped-" not in str(meta)]
     return frame(ended), updates(ended)
 
 
@@ -184,9 +199,11 @@ def frame(runs: list[Run]) -> pd.DataFrame:
     rows = []
     for run in runs:
         meta, config = run.meta, read_json(run.path / "config.json")
-        rows.append(config | meta | {"run": run.name, "budget_kind": meta["budget"]["kind"],
-                                     "budget": meta["budget"]["value"], "clock": meta["budget"]["clock"],
-                                     "stream_sha256": meta["stream"]["sha256"]})
+        setting = {name: value for name, value in config.items() if name not in OF_AN_ARM}
+        setting |= {"stream": meta["stream"]["sha256"], "parameters": meta["parameters"]}
+        rows.append(config | meta | {"run": run.name, "base_tokens_per_step": config["tokens_per_step"],
+                                     "budget_kind": meta["budget"]["kind"], "budget": meta["budget"]["value"],
+                                     "setting": digest(setting)})
     table = pd.DataFrame(rows, columns=COLUMNS)
     losses = ["validation_loss", "validation_bits_per_byte", "train_loss"]
     return table.astype(dict.fromkeys(losses, float))

@@ -42,8 +42,8 @@ def constant(config) -> list[Stage]:
 def dividers(config) -> list[Stage]:
     """Stages of T / divider, rounded to the micro-batch; the last one takes what the relative lengths leave over."""
     wanted, lengths = config.batch_dividers, config.stage_length
-    require(len(wanted) > 0 and all(0 < d < float("inf") for d in wanted), "batch_dividers", list(wanted),
-            "must be one or more positive numbers, such as [12, 4, 1]")
+    require(len(wanted) > 0 and all(1e-6 <= d <= 1e6 for d in wanted), "batch_dividers", list(wanted),
+            "must be numbers between a millionth and a million, such as [12, 4, 1]")
     require(len(lengths) == len(wanted) - 1, "stage_length", list(lengths),
             f"must give {len(wanted) - 1} lengths for {len(wanted)} batch_dividers; the last stage takes the rest")
     require(all(length > 0 for length in lengths) and sum(lengths) < 1, "stage_length", list(lengths),

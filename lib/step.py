@@ -14,7 +14,7 @@ from lib.config import RunConfig, under_root
 from lib.machine import device_name, environment, pick_device
 from lib.model import MiniGPT, ModelConfig
 from lib.rules import Hyperparameters
-from lib.runs import digest, read_json, write_json
+from lib.runs import digest, make_folder, read_json, write_json
 from lib.stream import PackedStream
 
 
@@ -104,15 +104,16 @@ def calibrate(config: RunConfig, vocab_size: int) -> Costs:
     Medians over three seconds of steps on random tokens, rounded to three digits. The record lies beside the runs, so
     that runs on the modelled clock stay comparable however busy the machine is later.
     """
-    shape = asdict(model_config(config, vocab_size))
-    key = shape | {"device": device_name(pick_device(config.device))} | {
-        name: getattr(config, name) for name in ("device_token_capacity", "precision", "compile", "matmul_precision")}
+    device = pick_device(config.device)
+    key = asdict(model_config(config, vocab_size)) | {
+        name: getattr(config, name) for name in ("device_token_capacity", "precision", "compile", "matmul_precision")
+    } | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     record = under_root(config.runs) / "calibration" / f"{digest(key)}.json"
     if (known := read_json(record)) is None:
+        make_folder(record.parent)
         micro_batch, update = measure_step(replace(config, seed=0), vocab_size)
         known = {"costs": {"micro_batch_seconds": micro_batch, "update_seconds": update}, "of": key,
-                 "environment": environment(pick_device(config.device))}
-        record.parent.mkdir(parents=True, exist_ok=True)
+                 "environment": environment(device)}
         write_json(record, known)
     return Costs(**known["costs"])
 

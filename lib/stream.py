@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from lib.check import require
+from lib.check import BadInput, require
 from lib.config import under_root
 
-FACTS = {"tokens", "split", "dtype", "vocab_size", "eos_id", "sha256", "corpus", "preparation"}
+FACTS = {"tokens", "training_tokens", "validation_tokens", "split", "dtype", "vocab_size", "eos_id", "sha256", "corpus",
+         "preparation"}
 
 
 def read_meta(folder: str | Path) -> dict:
@@ -27,6 +28,10 @@ def read_meta(folder: str | Path) -> dict:
         meta = None
     check(isinstance(meta, dict) and meta.keys() >= FACTS,
           "must be a stream folder, with a whole stream.json; choose another, or remove it and prepare again")
+    counts = [meta[name] for name in ("tokens", "training_tokens", "validation_tokens", "vocab_size", "eos_id")]
+    split = {"train": [0, meta["training_tokens"]], "validation": [meta["training_tokens"], meta["tokens"]]}
+    check(all(type(count) is int and count >= 0 for count in counts) and meta["split"] == split,
+          "must have a stream.json whose counts and split agree; remove the folder and prepare again")
     check(meta["dtype"] in ("uint16", "uint32"), f"must hold uint16 or uint32 tokens, not {meta['dtype']}")
     itemsize = np.dtype(meta["dtype"]).itemsize
     check(meta["vocab_size"] <= 256**itemsize, f"holds {meta['dtype']} tokens, which a vocabulary of "
@@ -61,6 +66,8 @@ class PackedStream:
         flat = np.asarray(np.memmap(self.folder / "tokens.bin", dtype, "r"))
         self._train, self._validation = (self._rows(flat, side) for side in ("train", "validation"))
         self.tokens = self._train.size * epochs
+        require(self.tokenizer.get_vocab_size() == self.vocab_size, "stream", str(self.folder),
+                "tokenizer.json must be the one the stream was made with; prepare again")
 
     def _rows(self, flat: np.ndarray, side: str) -> np.ndarray:
         start, end = self.meta["split"][side]
@@ -105,7 +112,10 @@ class PackedStream:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The stream's tokenizer; <|eos|> inside a text is text to it."""
-        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        try:
+            tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise BadInput(f"stream = {str(self.folder)!r}: must hold a whole tokenizer.json ({error})") from None
         tokenizer.encode_special_tokens = True
         return tokenizer
 

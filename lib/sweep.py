@@ -2,19 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from IPython import get_ipython
 from IPython.display import display
 
-from lib.config import RunConfig
-from lib.runs import Run
+from lib.check import require
+from lib.config import RunConfig, under_root
+from lib.runs import Run, make_folder, read_json, write_json
 from lib.train import train
 
 UPDATE_SECONDS = 10  # between two updates of the line
 
 
-def sweep(configs: Iterable[RunConfig], title: str = "runs") -> list[Run]:
-    """Train each configuration once, in order; returns their runs. A run that diverges does not stop the sweep."""
+def sweep(configs: Iterable[RunConfig], title: str) -> list[Run]:
+    """Train each configuration once, in order; returns their runs. A run that diverges does not stop the sweep.
+
+    The names of the runs are written to sweeps/TITLE.json beside them, so that an analysis knows which belong together.
+    """
     configs = list(dict.fromkeys(configs))
     show, runs, trained, begin = updating_line(), [], [], time.monotonic()
     said = begin
@@ -33,9 +38,27 @@ def sweep(configs: Iterable[RunConfig], title: str = "runs") -> list[Run]:
         runs.append(train(config, report))
         if (runs[-1].path / "run_meta.json").stat().st_mtime >= before:
             trained.append(runs[-1])
+    record = sweep_record(configs[0].runs, title)
+    make_folder(record.parent)
+    write_json(record, [run.name for run in runs])
     minutes = (time.monotonic() - begin) / 60
     show(f"{title}: {len(runs)} done, {len(trained)} trained now in {minutes:.1f} min, the others reused")
     return runs
+
+
+def sweep_record(runs: str, title: str) -> Path:
+    """The file that names the runs of a sweep."""
+    return under_root(runs) / "sweeps" / f"{title}.json"
+
+
+def swept(runs: str, *titles: str) -> list[str]:
+    """The names of the runs of these sweeps. Raises BadInput for a sweep that has not been made."""
+    names = []
+    for title in titles:
+        found = read_json(sweep_record(runs, title))
+        require(found is not None, "runs", runs, f"holds no sweep {title!r}; execute the notebook that makes it first")
+        names += found
+    return names
 
 
 def updating_line() -> Callable[[str], object]:

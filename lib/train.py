@@ -15,7 +15,7 @@ from math import isfinite
 from lib.check import require
 from lib.clock import Clock
 from lib.config import RunConfig, command, read_arguments
-from lib.machine import environment
+from lib.machine import environment, pick_device
 from lib.runs import Run
 from lib.schedule import stage_at
 from lib.state import State, metadata
@@ -30,8 +30,8 @@ def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
 
     Raises BadInput, before anything is written, where the configuration does not fit the stream or the device.
     """
-    if config.data_seed is None:
-        config = replace(config, data_seed=config.seed)
+    config = replace(config, data_seed=config.seed if config.data_seed is None else config.data_seed,
+                     device=str(pick_device(config.device)))
     stream = PackedStream(config.stream, config.seq_len, config.data_seed, config.epochs)
     first = config.stages()[0].tokens_per_step
     require(first <= stream.tokens, "stream", config.stream,
@@ -59,7 +59,10 @@ def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
                 clock.stop()
             if status != "diverged" and not config.skip_validation:
                 loss, bits = learner.evaluate(stream, config.validation_tokens)
-                results |= {"validation_loss": loss, "validation_bits_per_byte": bits}
+                if isfinite(loss):
+                    results |= {"validation_loss": loss, "validation_bits_per_byte": bits}
+                else:  # the last update broke the weights
+                    status = "diverged"
                 log.info(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, "
                          f"after {state.tokens:,} tokens in {state.steps:,} updates and {clock.measured:.0f} s")
             results["sha256"] = run.save_model(learner.model, stream.folder / "tokenizer.json")
@@ -107,15 +110,15 @@ def loop(config: RunConfig, stream: PackedStream, learner: Learner, run: Run, st
             state.leave("diverged")
             log.info(f"diverged at update {state.steps + 1}: loss {loss:g}, gradient norm {norm:g}")
             return "diverged"
-        # The rate is that of the update's last token, so that it ends at min_lr; time is known at the start only.
-        reached = position + size if by_tokens else position
+        # The rate is that of the update's end, for every T alike, so that it ends at min_lr and no update is at 0.
+        reached = position + (size if by_tokens else clock.expected(size // config.device_token_capacity))
         hyperparameters = config.hyperparameters(stages[index])
         state.lr = config.learning_rate(reached / config.budget) * hyperparameters.lr_multiplier
         learner.apply(state.lr, hyperparameters)
         learner.synchronize()
         seconds = time.perf_counter() - begin
 
-        clock.update(size // config.device_token_capacity)
+        clock.update(size // config.device_token_capacity, seconds)
         clipped = norm > learner.grad_clip
         state.count(size, loss, clipped, clock.elapsed)
         run.record({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": index,

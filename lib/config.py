@@ -16,19 +16,19 @@ from lib.rules import SCALING_RULES, WD_RULES, Hyperparameters, rescale
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def under_root(path: str | Path) -> Path:
+def under_root(path: str | Path, name: str = "path") -> Path:
     """An absolute path; a relative one counts from the repository, never from the working directory.
 
-    Raises BadInput for what cannot be a path.
+    Raises BadInput, naming the parameter, for what cannot be a path.
     """
-    require(bool(str(path).strip()), "path", str(path), "must not be empty")
+    require(bool(str(path).strip()), name, str(path), "must not be empty")
     try:
         full = ROOT / Path(path).expanduser()
         full.lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, RuntimeError) as error:
-        raise BadInput(f"path = {str(path)[:80]!r}: must be a usable path ({error})") from None
+        raise BadInput(f"{name} = {str(path)[:80]!r}: must be a usable path ({type(error).__name__})") from None
     return full
 
 
@@ -45,7 +45,8 @@ class Preparation:
 
     def __post_init__(self):
         check_types(self)
-        require(self.limit >= 0, "limit", self.limit, "must be a number of documents, or 0 for all")
+        under_root(self.stream, "stream")
+        require(0 <= self.limit < 2**63, "limit", self.limit, "must be a number of documents, or 0 for all")
         require(257 <= self.vocab_size <= 2**32, "vocab_size", self.vocab_size,
                 "must be at least 257 (256 bytes and <|eos|>) and fit the stream's uint32")
         require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction,
@@ -106,6 +107,8 @@ class RunConfig:
 
     def __post_init__(self):
         check_types(self)
+        for name in ("stream", "runs"):
+            under_root(getattr(self, name), name)
         for name in ("seq_len", "hidden_size", "layers", "heads", "mlp_size", "rope_theta", "tokens_per_step",
                      "device_token_capacity", "lr", "eps", "epochs"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
@@ -163,7 +166,7 @@ class RunConfig:
             return f"constant {self.tokens_per_step:,}"
         words = f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)} of {self.tokens_per_step:,}"
         starts, even = [stage.start for stage in self.stages()], len(self.batch_dividers)
-        if any(abs(start - i / even) > 1e-3 for i, start in enumerate(starts)):
+        if any(abs(start - i / even) > 0.01 for i, start in enumerate(starts)):
             words += f" at {', '.join(f'{start:.3g}' for start in starts)}"
         return words
 

@@ -103,7 +103,7 @@ def _distribution(name: str) -> metadata.Distribution:
 def _files(corpus: str) -> list[Path]:
     if corpus.startswith("hub:"):
         return [_download(corpus)]
-    path = Path(os.path.normpath(under_root(corpus)))
+    path = Path(os.path.normpath(under_root(corpus, "corpus")))
     files = [path] if path.is_file() else sorted(f for f in map(Path, glob(str(path), recursive=True)) if f.is_file())
     require(files, "corpus", corpus, f"must be {INSTALLED}, hub:OWNER/NAME/path.parquet, or a path or glob that "
             f"matches files ending in {', '.join(ENDINGS)}; a relative one counts from the repository")
@@ -159,8 +159,8 @@ def _columns(file: Path, text_column: str) -> list[str]:
     if _ending(file) == ".parquet":
         with _readable(file):
             schema = pq.read_schema(file)
-        require(text_column in schema.names, "text_column", text_column,
-                f"must be a column of {file.name}: {', '.join(schema.names)}")
+        require(schema.names.count(text_column) == 1, "text_column", text_column,
+                f"must be one column of {file.name}: {', '.join(schema.names)}")
         kind = schema.field(text_column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         require(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind),
@@ -204,7 +204,7 @@ def _records(file: Path, text_column: str) -> Iterator[dict]:
             where = f"{file.name}, line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadInput(f"corpus = {str(file)!r}: line {number} must be JSON ({error})") from None
             require(isinstance(record, dict), "corpus", str(file), f"line {number} must be a JSON object")
             require(text_column in record, "text_column", text_column, f"must be a key of {where}: {', '.join(record)}")

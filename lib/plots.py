@@ -141,6 +141,7 @@ def curves(runs: pd.DataFrame, updates: pd.DataFrame, x: str = "tokens", title: 
             middle = middle.clip(upper=log["tokens"].max()) if len(log) else middle
             place = middle if x == "tokens" else np.interp(middle, log["tokens"], log[x])
             lines.append(np.array([place / unit, bins["loss"]]))
+        lines = [line for line in lines if line.shape[1]] or [np.full((2, 1), np.nan)]  # lost at the first update
         lines = [line[:, : min(line.shape[1] for line in lines)] for line in lines]
         (across, loss), losses = np.mean(lines, axis=0), [line[1] for line in lines]
         finite = np.isfinite(loss)
@@ -151,7 +152,9 @@ def curves(runs: pd.DataFrame, updates: pd.DataFrame, x: str = "tokens", title: 
         diverged = int((members["status"] == "diverged").sum())
         label = f"{MARKERS.get(marker, '')} {label}".strip()
         label += f" ({diverged} of {len(members)} diverged)" if diverged else ""
-        if finite.any():
+        if not finite.any():
+            ends.append((0, axes.get_ylim()[1], label, colour(arm)))
+        else:
             ends.append((across[finite][-1], loss[finite][-1], label, colour(arm)))
             seen += list(zip(across[finite], loss[finite], strict=True))
     if reference is not None:
@@ -201,6 +204,8 @@ def measured_trajectories(runs: pd.DataFrame, updates: pd.DataFrame, title: str 
     for arm, label, marker, members in variants(runs):
         logs = [updates[updates["run"] == run] for run in members["run"]]
         log = max(logs, key=len).sort_values("step")  # the longest: a diverged seed stops short
+        if log.empty:
+            continue
         begins = np.append(log["tokens"] - log["tokens_per_step"], log["tokens"].iloc[-1]) / 1e6
         held = log[["tokens_per_step", "lr"]].iloc[[*range(len(log)), -1]]  # the last update's hold until its end
         draw_panels(panels, arm, label, marker, begins, held["tokens_per_step"], held["lr"],

@@ -38,7 +38,7 @@ FLOORS = {
     3: ["corpus", "machine", "runs", "state", "stream"],
     4: ["prepare", "step"],
     5: ["train"],
-    6: ["execute", "plots", "report", "sweep"],
+    6: ["execute", "plots", "report", "study", "sweep"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}

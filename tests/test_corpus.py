@@ -99,7 +99,7 @@ def test_bad_files_are_bad_input(tmp_path, name, content, column, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("column", "message"), [("body", "must be a column of a.parquet: id, text"),
+@pytest.mark.parametrize(("column", "message"), [("body", "must be one column of a.parquet: id, text"),
                                                  ("token_count", "must hold text; in a.parquet it holds int64")])
 def test_a_parquet_column_must_be_there_and_hold_text(tmp_path, column, message):
     path = write_parquet(tmp_path / "a.parquet")

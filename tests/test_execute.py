@@ -93,8 +93,12 @@ print("first", lr, limit, sys.executable)
 time.sleep(0.5)
 print("then", os.getcwd())
 display(Markdown("a figure"))
+display({"image/png": "aGk=", "text/plain": "drawn"}, raw=True)
 import ipywidgets
 display(ipywidgets.IntSlider(description="slider"))""", "lr: 6.0e-4\nlimit: null")
+    stale = house / "executed/fast/figures/01_first-2.png"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     main(["fast", "01_first"], house)
 
     printed = capsys.readouterr().out.splitlines()
@@ -104,7 +108,9 @@ display(ipywidgets.IntSlider(description="slider"))""", "lr: 6.0e-4\nlimit: null
     assert printed[3:5] == [f"    first 0.0006 None {sys.executable}", f"    then {house}"]
     assert printed[5].startswith("[1/1] 01_first finished in 0:00:")
     assert printed[6:] == ["Reports:", "    executed/fast/01_first.ipynb", "    executed/fast/01_first.html"]
-    assert sorted(path.name for path in report.parent.iterdir()) == [page.name, report.name]
+    assert sorted(path.name for path in report.parent.iterdir()) == [page.name, report.name, "figures"]
+    figure, = stale.parent.iterdir()
+    assert (figure.name, figure.read_bytes()) == ("01_first-1.png", b"hi")
 
     nb = nbformat.read(report, as_version=4)
     nbformat.validate(nb)

@@ -97,7 +97,7 @@ def a_comparison(change=-0.04, seeds=5):
 
 def test_an_arm_has_one_colour_in_every_figure():
     runs, updates = frames(seeds=(0, 1))
-    arm, few = "dividers 12,4,1", runs[runs["arm"] != "constant 3,072"]
+    arm, few = "dividers 12,4,1 of 12,288", runs[runs["arm"] != "constant 3,072"]
     figures = [plots.curves(runs, updates), plots.curves(few, updates, x="elapsed"), plots.tuning(runs),
                plots.trajectories(configs()), plots.measured_trajectories(few, updates)]
     for figure in figures:
@@ -126,9 +126,10 @@ def test_colours_tell_arms_apart():
 def test_curves(x):
     runs, updates = frames()
     check(plots.curves(runs, updates, x=x, reference=(3.3, "trigrams")))
-    tried = frames(lrs=(5e-4, 1e-3, 2e-3), seeds=(0, 1), diverged=[("dividers 12,4,1", 2e-3, 0)])
+    tried = frames(lrs=(5e-4, 1e-3, 2e-3), seeds=(0, 1), diverged=[("dividers 12,4,1 of 12,288", 2e-3, 0)])
     figure = check(plots.curves(*tried, x=x))
-    assert "◆ dividers 12,4,1, lr 0.002 (1 of 2 diverged)" in {text.get_text() for text in figure.axes[0].texts}
+    labels = {text.get_text() for text in figure.axes[0].texts}
+    assert "◆ dividers 12,4,1 of 12,288, lr 0.002 (1 of 2 diverged)" in labels
     low, high = figure.axes[0].get_ylim()
     assert 3 < low < 4 < high < 7  # the fall from 9 nat does not press the rest flat
     updates["elapsed"] *= 100
@@ -157,12 +158,12 @@ def test_many_labels_do_not_overlap():
 def test_trajectories():
     figure = check(plots.trajectories(configs()))
     batch, rate, count = ({line.get_label(): line.get_xydata() for line in axes.lines} for axes in figure.axes)
-    stepped = batch["dividers 12,4,1"]
+    stepped = batch["dividers 12,4,1 of 12,288"]
     assert sorted(set(stepped[:, 1])) == [1024, 3072, 12288]
     assert stepped[stepped[:, 1] == 1024, 0].max() == pytest.approx(0.33 * 1.2288)
     assert rate["constant 12,288"][:, 1].max() == pytest.approx(1e-3, rel=0.01)
     assert count["constant 12,288"][-1, 1] == pytest.approx(100)
-    assert count["dividers 12,4,1"][-1, 1] == pytest.approx(100 * (12 * 0.33 + 4 * 0.33 + 0.34))
+    assert count["dividers 12,4,1 of 12,288"][-1, 1] == pytest.approx(100 * (12 * 0.33 + 4 * 0.33 + 0.34))
     timed = check(plots.trajectories(configs(token_budget=None, time_budget=300.0)))
     assert len(timed.axes) == 2
     assert timed.axes[-1].get_xlabel() == "time, seconds"
@@ -176,13 +177,13 @@ def test_measured_trajectories_are_those_planned():
     figure = check(plots.measured_trajectories(runs, updates))
     batch, _, count = ({line.get_label(): line.get_xydata() for line in axes.lines} for axes in figure.axes)
     assert batch["constant 3,072"][:, 0].min() == 0
-    assert sorted(set(batch["dividers 12,4,1"][:, 1])) == [1024, 3072, 12288]
+    assert sorted(set(batch["dividers 12,4,1 of 12,288"][:, 1])) == [1024, 3072, 12288]
     assert count["constant 12,288"][-1].tolist() == pytest.approx([1.2288, 100])
 
 
 def test_differences():
     lost = compare(pd.Series([3.0, 3.1, np.nan]), pd.Series([3.0, 3.0, 3.0]), 0.01)
-    figure = check(plots.differences({"dividers 12,4,1": a_comparison(), "constant 3,072": a_comparison(0, 9),
+    figure = check(plots.differences({"dividers 12,4,1 of 12,288": a_comparison(), "constant 3,072": a_comparison(0, 9),
                                       "constant 6,144": a_comparison(0.1), "seesaw 2": lost,
                                       "adaptive": a_comparison(seeds=1)}, 0.01))
     assert [text.get_text() for text in figure.axes[0].texts] == [
@@ -191,7 +192,7 @@ def test_differences():
 
 
 def test_tuning_marks_the_best_and_what_failed():
-    runs, _ = frames(lrs=(5e-4, 1e-3, 2e-3), seeds=(0,), diverged=[("dividers 12,4,1", 2e-3, 0)])
+    runs, _ = frames(lrs=(5e-4, 1e-3, 2e-3), seeds=(0,), diverged=[("dividers 12,4,1 of 12,288", 2e-3, 0)])
     axes = check(plots.tuning(runs)).axes[0]
     stars = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "*"]
     crosses = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "x"]

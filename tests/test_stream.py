@@ -277,7 +277,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         pytest.skip("only Linux tells the peak memory of a process apart from its parent's")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=80)) for _ in range(500)]
-    code = ("import sys; from lib import prepare as preparing; from lib.config import Preparation\n"
+    code = ("import sys; from pathlib import Path\n"
+            "from lib import prepare as preparing; from lib.config import Preparation\n"
             "preparing.TRAINING_BYTES = 2_000_000\n"
             "preparing.prepare(Preparation(corpus=sys.argv[1], stream=sys.argv[2], vocab_size=1000), str)\n"
             "print(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])")
@@ -299,7 +300,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     (["only one"], {}, "validation_fraction = 0.2: must leave documents on both sides"),
     (["one", "two"], {"validation_fraction": 1e-9}, "none falls to validation"),
     (["one", "two"], {"validation_fraction": 1 - 1e-9}, "none falls to training"),
-    (TEXTS, {"text_column": "body"}, "text_column = 'body': must be a column of a.parquet: text"),
+    (TEXTS, {"text_column": "body"}, "text_column = 'body': must be one column of a.parquet: text"),
     (TEXTS, {"corpus": "missing.jsonl"}, "corpus = 'missing.jsonl': must be"),
     (TEXTS, {"stream": "/proc/none/stream"}, "stream = "),
     (TEXTS, {"stream": str(ROOT / "pyproject.toml" / "stream")}, "stream = "),

@@ -56,7 +56,7 @@ def test_a_run_directory_is_whole(tiny, stream):
     assert 0 < meta["validation_loss"] < log(400) + 0.5
     assert meta["train_loss"] == rows.loss.iloc[-1]  # one update holds the last 5 %
     assert meta["sha256"] == weights_sha256(load_model(run).state_dict())
-    assert {"versions": meta["environment"]["torch"]} == {"versions": torch.__version__}
+    assert meta["environment"]["torch"] == torch.__version__
     assert "validation loss" in (run.path / "run.log").read_text()
 
 
@@ -91,9 +91,44 @@ def test_a_finished_run_is_returned_untouched(tiny):
     assert lines == [f"{run}: ended before, reused"]
 
 
-def test_arms_of_a_seed_share_initialisation_and_order(tiny):
+def test_the_micro_batch_changes_nothing(tiny):
     whole, split = train(tiny(), progress=quiet), train(tiny(device_token_capacity=384), progress=quiet)
     assert whole.metrics().loss.to_numpy() == pytest.approx(split.metrics().loss.to_numpy(), rel=1e-4)
+
+
+def test_arms_of_a_seed_read_the_same_tokens_and_start_alike(tiny, monkeypatch):
+    seen, first, accumulate = [], [], Learner.accumulate
+
+    def watch(learner, rows):
+        if not seen[-1]:
+            first.append(learner.model.embed_in.weight.detach().clone())
+        seen[-1].extend(rows.flatten().tolist())
+        return accumulate(learner, rows)
+
+    monkeypatch.setattr(Learner, "accumulate", watch)
+    for arm in ({}, THREE, {"tokens_per_step": 96}, {"data_seed": 7}, {"seed": 7, "data_seed": 0}):
+        seen.append([])
+        train(tiny(**arm, skip_validation=True, token_budget=3456), progress=quiet)
+    constant, scheduled, small, other_order, other_weights = seen
+    assert scheduled == constant[:len(scheduled)]
+    assert small == constant == other_weights
+    assert sorted(other_order) != other_order != constant
+    assert all(torch.equal(weights, first[0]) for weights in first[1:4])
+    assert not torch.equal(first[4], first[0])
+
+
+def test_settings_reach_the_run(tiny, stream):
+    """Each changes what it says: validation tokens, precision and clipping."""
+    packed = PackedStream(stream, 16)
+    run = train(tiny(validation_tokens=160), progress=quiet)
+    learner = Learner(tiny(), packed.vocab_size)
+    learner.model.load_state_dict(load_model(run).state_dict())
+    assert run.meta["validation_loss"] == learner.evaluate(packed, 160)[0] != learner.evaluate(packed, None)[0]
+    rounded = train(tiny(precision="bf16", validation_tokens=160), progress=quiet)
+    assert 0 < abs(rounded.meta["validation_loss"] - run.meta["validation_loss"]) < 0.05
+    clipped = train(tiny(grad_clip=0.01, validation_tokens=160), progress=quiet)
+    assert clipped.meta["clipped_share"] == 1 == clipped.metrics().clipped.mean()
+    assert train(tiny(grad_clip=0.0, validation_tokens=160), progress=quiet).meta["clipped_share"] == 0
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -117,7 +152,8 @@ def test_tokens_and_rates_under_random_schedules(tiny, tmp_path_factory, data):
     assert rows.tokens.tolist() == rows.tokens_per_step.cumsum().tolist()
     # The rate is one function of tokens for every schedule, and ends at its floor.
     assert rows.lr.tolist() == [config.learning_rate(t / config.token_budget) for t in rows.tokens]
-    assert config.learning_rate(1.0) == config.min_lr
+    if meta["tokens"] == config.token_budget:
+        assert rows.lr.iloc[-1] == config.min_lr
     # Stages change between updates, as soon as their start is reached, and are recorded as they went.
     for row in rows.itertuples():
         before = (row.tokens - row.tokens_per_step) / config.token_budget
@@ -151,8 +187,14 @@ def test_a_modelled_time_budget_ends_with_the_first_update_past_it(tiny, costs):
     assert rows.elapsed.iloc[-2] < 1.0 <= rows.elapsed.iloc[-1]
     assert meta["overshoot_seconds"] == pytest.approx(meta["measured_steps"] * an_update - 1.0)
     assert meta["budget"] == {"kind": "seconds", "value": 1.0, "clock": "modelled"}
-    assert rows.lr.iloc[0] == 0  # warm-up from 0, at its start
-    assert rows.lr.max() <= 0.01
+
+
+def test_rates_of_a_time_budget_are_those_of_the_updates_ends(tiny, costs):
+    config = tiny(time_budget=1.0, clock="modelled", tokens_per_step=128, min_lr=0.001, warmup_fraction=0.2)
+    rows = train(config, progress=quiet).metrics()
+    assert rows.lr[1:].tolist() == pytest.approx([config.learning_rate(elapsed) for elapsed in rows.elapsed[1:]])
+    assert rows.lr[0] == rows.lr[1] > 0  # the warm-up update, before the clock starts
+    assert rows.lr.iloc[-1] == 0.001
 
 
 def test_stages_of_a_time_budget_follow_the_clock(tiny, costs):
@@ -241,6 +283,13 @@ def test_a_diverged_run_is_an_outcome(tiny):
     assert run.ended
 
 
+def test_weights_broken_by_the_last_update_are_diverged_too(tiny):
+    run = train(tiny(lr=1e30, min_lr=1e30, grad_clip=0.0, warmup_fraction=0.0, token_budget=384), progress=quiet)
+    assert run.meta["steps"] == 1
+    assert run.meta["status"] == "diverged"
+    assert run.meta["validation_loss"] is None
+
+
 def test_what_an_interrupted_run_left_is_kept(tiny, monkeypatch):
     apply, calls = Learner.apply, []
 
@@ -302,7 +351,13 @@ def test_loading_many_runs(tiny):
     made = [train(tiny(seed=seed, **arm), progress=quiet) for seed in (0, 1) for arm in ({}, THREE)]
     runs, updates = load_runs(tiny().runs)
     assert sorted(runs.run) == sorted(run.name for run in made)
-    assert set(runs.arm) == {"constant 384", "dividers 12,4,1"}
+    assert set(runs.arm) == {"constant 384", "dividers 12,4,1 of 384"}
+    assert runs.setting.nunique() == 1
+    train(tiny(seed=0, beta2=0.9), progress=quiet)
+    (made[0].path.with_name("x.stopped-1")).mkdir()
+    (made[0].path.with_name("x.stopped-1") / "run_meta.json").write_text((made[0].path / "run_meta.json").read_text())
+    again, _ = load_runs(tiny().runs)
+    assert (len(again), again.setting.nunique()) == (5, 2)
     assert len(updates) == runs.steps.sum()
     assert updates.groupby("run").tokens.max().to_dict() == dict(zip(runs.run, runs.tokens, strict=True))
     assert runs.seed.tolist() == runs.data_seed.tolist()
@@ -319,10 +374,21 @@ BAD = {
     "negative budget": ({"token_budget": -5}, "token_budget = -5: must be positive"),
     "capacity below a row": ({"device_token_capacity": 8}, "device_token_capacity = 8: must hold at least one row"),
     "unknown name": ({"tokens_per_stp": 3}, "tokens_per_stp = 3: is not a parameter of RunConfig; did you mean"),
-    "unknown device": ({"device": "abacus"}, "device = 'abacus': is not available here"),
+    "unknown device": ({"device": "abacus"}, "device = 'abacus': must be auto, cpu"),
+    "a device that is not here": ({"device": "cuda:77"}, "device = 'cuda:77': is not available here"),
+    "dividers of a constant": ({"batch_dividers": [2]}, "batch_dividers = [2.0]: belongs to schedule dividers"),
+    "past any float": ({"lr": 10**400}, "lr = 1000"),
+    "a seed past 64 bits": ({"seed": 2**64}, "seed = 18446744073709551616: must be below 2^63"),
+    "nobody's home": ({"stream": "~nobody-of-that-name/x"}, "stream = '~nobody-of-that-name/x': must be a usable path"),
+    "a name too long": ({"runs": "x" * 300}, "runs = 'xxx"),
+    "a NUL in a name": ({"runs": "a\0b"}, "runs = 'a\\x00b': must be a usable path"),
+    "no name": ({"runs": ""}, "runs = '': must not be empty"),
+    "a file for a folder": ({"runs": "README.md/x"}, "runs = "),
+    "a file for a folder, on the modelled clock": ({"runs": "README.md/x", "token_budget": None, "time_budget": 1.0,
+                                                    "clock": "modelled"}, "runs = "),
     "too many validation tokens": ({"validation_tokens": 10**9}, "validation_tokens = 1000000000: must not exceed"),
     "a budget below one update": ({"token_budget": 100}, "token_budget = 100: must hold at least one update"),
-    "an update past the stream": ({"token_budget": 10**9, "tokens_per_step": 10**8 * 32}, "token_budget = 1000000000"),
+    "an update past the stream": ({"token_budget": 10**10, "tokens_per_step": 10**8 * 32}, "stream = "),
 }
 
 

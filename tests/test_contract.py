@@ -13,6 +13,7 @@ import nbformat
 import papermill
 import pytest
 import yaml
+from bs4 import BeautifulSoup
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from packaging.requirements import Requirement
@@ -229,3 +230,22 @@ def test_no_path_of_a_machine():
             continue
     assert ROOT / "pyproject.toml" in texts
     assert not [(path.name, found[0]) for path, text in texts.items() if (found := machine.search(text))]
+
+
+def test_readme_shows_what_the_published_report_holds():
+    """Its figures are committed, and each row of its result table stands in a table of the executed analysis."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    figures = re.findall(r"!\[([^]]+)\]\((\S+)\)", readme)
+    assert figures
+    assert {path for _, path in figures} <= set(tracked)
+    report = nbformat.read(ROOT / "executed/laptop/08_analysis.ipynb", 4)
+    pages = [output.data["text/html"] for cell in report.cells for output in cell.get("outputs", ())
+             if "text/html" in output.get("data", {})]
+    rows = [{cell.get_text().strip() for cell in row.select("th, td")}
+            for page in pages for row in BeautifulSoup(page, "html.parser").select("tr")]
+    shown = readme.partition("<!-- result -->")[2].partition("<!-- end -->")[0]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line.startswith("|")]
+    assert len(table) > 4
+    for cells in table[2:]:
+        assert any(set(cells[1:]) <= row for row in rows), cells

@@ -45,7 +45,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 def verdicts(comparisons: dict[str, stats.Comparison]) -> pd.DataFrame:
     """One row a comparison: the paired difference, its interval, p and the verdict."""
     rows = {
-        name: {
+        name.replace("\n", " "): {
             "difference, nat": stats.signed(c.difference, 4),
             f"{100 * c.confidence:g} % interval": " to ".join(stats.signed(end, 4) for end in c.interval),
             "n": c.n,

@@ -245,7 +245,8 @@ def test_readme_shows_what_the_published_report_holds():
     rows = [{cell.get_text().strip() for cell in row.select("th, td")}
             for page in pages for row in BeautifulSoup(page, "html.parser").select("tr")]
     shown = readme.partition("<!-- result -->")[2].partition("<!-- end -->")[0]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line.startswith("|")]
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(table) > 4
     for cells in table[2:]:
         assert any(set(cells[1:]) <= row for row in rows), cells

@@ -11,7 +11,6 @@ from lib.machine import environment, pick_device
 # Column names in words, in the order of a table, with the format of their numbers.
 COLUMNS = {
     "budget_kind": ("budget in", "{}"),
-    "budget": ("budget", "{:,g}"),
     "arm": ("arm", "{}"),
     "lr": ("lr", "{:.4g}"),
     "own": ("own best lr", "{:.4g}"),

@@ -54,10 +54,6 @@ class Run:
         return read_json(self.path / "run_meta.json")
 
     @property
-    def config(self) -> RunConfig:
-        return RunConfig(**read_json(self.path / "config.json"))
-
-    @property
     def ended(self) -> bool:
         """Whether the run came to an outcome that stands."""
         return (self.meta or {}).get("status") in OUTCOMES

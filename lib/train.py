@@ -71,6 +71,7 @@ def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
             state.leave(status)
             raise
         except Exception as error:
+            state.leave(status)
             results["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:

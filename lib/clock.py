@@ -1,7 +1,7 @@
 """The two clocks of a run: measured, and modelled from what a micro-batch and an update cost on this machine."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,16 +18,29 @@ class Clock:
     """Seconds from `start` to `stop` or now, without the pauses; 0 before the start.
 
     `elapsed` is the budget's time: measured, or with `costs` the modelled sum over the updates made since the start.
+    A clock set to the `readings` of another goes on from them when it is started.
     """
 
     def __init__(self, costs: Costs | None = None):
         self.costs = costs
         self.started = self.stopped = None
+        self.carried = 0.0  # measured by earlier attempts, up to their last checkpoint
         self.modelled = 0.0
         self.paused = 0.0
         self.pace = 0.0  # measured seconds a micro-batch, in the last update
 
+    @property
+    def readings(self) -> dict[str, float]:
+        """What a clock that goes on from here has to know."""
+        return {"measured": self.measured, "modelled": self.modelled, "paused": self.paused, "pace": self.pace}
+
+    def set(self, readings: Mapping[str, float]) -> None:
+        """Show the readings of another clock, until started."""
+        self.carried, self.modelled = readings["measured"], readings["modelled"]
+        self.paused, self.pace = readings["paused"], readings["pace"]
+
     def start(self) -> None:
+        self.carried += self.paused  # of earlier attempts, which `measured` takes off again
         self.started = time.perf_counter()
 
     def stop(self) -> None:
@@ -36,8 +49,8 @@ class Clock:
     @property
     def measured(self) -> float:
         if self.started is None:
-            return 0.0
-        return (self.stopped or time.perf_counter()) - self.started - self.paused
+            return self.carried
+        return self.carried + (self.stopped or time.perf_counter()) - self.started - self.paused
 
     @property
     def elapsed(self) -> float:

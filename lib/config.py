@@ -1,7 +1,9 @@
 """What a user sets: flat, typed and checked before anything is written."""
 
 import difflib
+import os
 import sys
+import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from lib import schedule as schedules
-from lib.check import BadInput, require
+from lib.check import BadInput, Unwritten, require
 from lib.rules import SCALING_RULES, WD_RULES, Hyperparameters, rescale
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +79,8 @@ class RunConfig:
     device_token_capacity: int = 20_480  # tokens in a micro-batch
     batch_dividers: tuple[float, ...] = ()
     stage_length: tuple[float, ...] = ()
+    small_tokens_per_step: int = 0
+    switch_at: float = 0.0  # progress
     # learning rate
     lr: float = 1e-3
     min_lr: float = 0.0
@@ -102,6 +106,11 @@ class RunConfig:
     # checks
     eval_every: int = 0  # tokens; 0 is off
     skip_validation: bool = False
+    checkpoint_every: int = 5_000_000  # tokens; 0 is off
+    # branch
+    branch_from: str = ""  # a run's folder, or its name in `runs`
+    branch_at: int = 0  # tokens of that run; 0 is where it ended
+    branch_weights_only: bool = False  # and a cold optimizer, instead of everything
     # output
     runs: str = "runs"
 
@@ -112,14 +121,12 @@ class RunConfig:
         for name in ("seq_len", "hidden_size", "layers", "heads", "mlp_size", "rope_theta", "tokens_per_step",
                      "device_token_capacity", "lr", "eps", "epochs"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
-        for name in ("min_lr", "weight_decay", "grad_clip", "seed", "eval_every"):
+        for name in ("min_lr", "weight_decay", "grad_clip", "seed", "eval_every", "checkpoint_every", "branch_at"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
         for name, known in CHOICES.items():
             require(getattr(self, name) in known, name, getattr(self, name), f"must be one of {', '.join(known)}")
-        for name in ("seed", "data_seed"):
-            require((getattr(self, name) or 0) < 2**63, name, getattr(self, name), "must be below 2^63")
         require(self.data_seed is None or self.data_seed >= 0, "data_seed", self.data_seed, "must not be negative")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2, to have a next token to predict")
         require(self.hidden_size % (2 * self.heads) == 0, "heads", self.heads,
@@ -128,6 +135,9 @@ class RunConfig:
         require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
         require(self.validation_tokens is None or self.validation_tokens >= self.seq_len, "validation_tokens",
                 self.validation_tokens, f"must hold at least one row of seq_len {self.seq_len:,}, or be null for all")
+        for name in ("branch_at", "branch_weights_only"):
+            require(not getattr(self, name) or bool(self.branch_from), name, getattr(self, name),
+                    "needs branch_from, the run to branch from")
         self._check_budget()
         self._check_tokens_per_step()
 
@@ -150,9 +160,11 @@ class RunConfig:
                 f"must hold at least one update of {first:,} tokens")
         for stage in self.stages():
             self.hyperparameters(stage)
-        for name in ("batch_dividers", "stage_length"):
-            require(not getattr(self, name) or self.schedule == "dividers", name, list(getattr(self, name)),
-                    f"belongs to schedule dividers, but schedule is {self.schedule}")
+        for name, schedule in {"batch_dividers": "dividers", "stage_length": "dividers",
+                               "small_tokens_per_step": "late_switch", "switch_at": "late_switch"}.items():
+            value = getattr(self, name)
+            require(not value or self.schedule == schedule, name, list(value) if isinstance(value, tuple) else value,
+                    f"belongs to schedule {schedule}, but schedule is {self.schedule}")
 
     @property
     def budget(self) -> float:
@@ -164,6 +176,8 @@ class RunConfig:
         """The schedule in words, the same for every seed, learning rate and budget."""
         if self.schedule == "constant":
             return f"constant {self.tokens_per_step:,}"
+        if self.schedule == "late_switch":
+            return f"switch {self.small_tokens_per_step:,} to {self.tokens_per_step:,} at {self.switch_at:g}"
         words = f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)} of {self.tokens_per_step:,}"
         starts, even = [stage.start for stage in self.stages()], len(self.batch_dividers)
         if any(abs(start - i / even) > 0.01 for i, start in enumerate(starts)):
@@ -190,7 +204,7 @@ CHOICES = {
     "lr_schedule": schedules.LR_SCHEDULES,
     "scaling_rule": SCALING_RULES,
     "wd_rule": WD_RULES,
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "fp16"),
     "compile": ("off", "default", "reduce-overhead", "max-autotune"),
     "matmul_precision": ("highest", "high", "medium"),
 }
@@ -214,6 +228,7 @@ def convert(name: str, value: object, kind) -> object:
         return tuple(convert(name, item, typing.get_args(kind)[0]) for item in value)
     number = hasattr(value, "__index__") and not isinstance(value, bool)
     if kind is int and number:
+        require(abs(int(value)) < 2**63, name, value, "must be below 2^63")
         return int(value)
     if kind is float and (number or isinstance(value, float)):
         require(abs(value) < 1e300, name, value, "must be a finite number")  # not true of NaN
@@ -264,9 +279,19 @@ def read_arguments(kind: type, arguments: Sequence[str]):
 
 
 def command(main: Callable[[Sequence[str]], object]) -> None:
-    """Run a command line: bad input ends it with one line on stderr and exit status 2."""
+    """Run a command line: bad input ends it with one line on stderr and exit status 2, a failed write with 1."""
+    status, words = 2, ""
     try:
         main(sys.argv[1:])
+        return
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        words = f"error: {error}"
+    except Unwritten as error:
+        status, words = 1, f"error: {error}"
+    except KeyboardInterrupt:
+        status, words = 130, "interrupted; the same command continues it"
+    if os.environ.get("RANK", "0") == "0":
+        print(words, file=sys.stderr)
+    else:  # under torchrun, which ends all as soon as one ends, the first is to say it
+        time.sleep(2)
+    sys.exit(status)

@@ -7,27 +7,26 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from lib.check import BadInput, require
-from lib.config import ROOT, RunConfig, under_root
+from lib.config import ROOT, RunConfig, build, under_root
 from lib.model import MiniGPT, ModelConfig
 
-OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of these is not trained again
+OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of these is not trained again; others go on
 COLUMNS = ["run", "arm", "base_tokens_per_step", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind",
            "budget", "clock", "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens",
            "elapsed_seconds", "tokens_per_second", "final_lr", "clipped_share", "stages", "setting", "environment"]
 # What may differ between the runs of one comparison; everything else is its setting.
 OF_AN_ARM = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "lr", "seed", "data_seed", "token_budget",
-             "time_budget", "clock", "runs", "stream"}
+             "time_budget", "clock", "small_tokens_per_step", "switch_at"}
 
 
 class Run:
@@ -35,14 +34,13 @@ class Run:
 
     def __init__(self, path: Path):
         self.path = path
-        self._metrics = self._lock = None
+        self._metrics = None
 
     @classmethod
     def of(cls, config: RunConfig, facts: Mapping[str, object]) -> "Run":
         """The directory of this configuration; `facts` hold what it means here, such as the stream's hash."""
-        decisive = {k: v for k, v in asdict(config).items() if k not in ("stream", "runs")} | facts
         label = config.arm.replace(" ", "-").replace(",", "_")
-        return cls(under_root(config.runs) / f"{label}-seed{config.seed}-{digest(decisive)}")
+        return cls(under_root(config.runs) / f"{label}-seed{config.seed}-{digest(decisive(config) | facts)}")
 
     @property
     def name(self) -> str:
@@ -59,35 +57,55 @@ class Run:
         return (self.meta or {}).get("status") in OUTCOMES
 
     def metrics(self) -> pd.DataFrame:
-        """A row an update."""
-        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
-            return pd.DataFrame(json.loads(line) for line in file)
+        """A row an update; what a full disk cut off is no row."""
+        return pd.DataFrame(json.loads(line) for line in self.rows().splitlines(True) if line.endswith(b"\n"))
 
     def __str__(self) -> str:
+        """Its path, from the repository where it lies there."""
         return str(self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path)
 
-    def create(self, config: RunConfig) -> None:
-        """Make the directory, and hold it until `close`; what an earlier attempt left is moved aside, never deleted.
+    @contextmanager
+    def hold(self, progress: Callable[[str], object]) -> Iterator[None]:
+        """Hold the directory, which is made where it is missing; wait for another process that trains this run.
 
-        Raises BadInput where another process is training this run, or the folder of runs cannot be written.
+        The lock ends with the process, however that ends. Raises BadInput where the folder of runs cannot be written.
         """
-        if self.path.exists():
-            self._hold()
-            attempts = (self.path.with_name(f"{self.name}.stopped-{i}") for i in count(1))
-            self.path.rename(next(path for path in attempts if not path.exists()))
-            os.close(self._lock)
         make_folder(self.path)
-        self._hold()
-        write_json(self.path / "config.json", asdict(config))
-
-    def _hold(self) -> None:
-        """Lock the directory; the lock ends with the process, however that ends."""
-        self._lock = os.open(self.path, os.O_RDONLY)
+        lock = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise BadInput(f"run = {self.name!r}: is being trained by another process; wait for it") from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress(f"{self}: is being trained by another process, waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration it was made with. Raises BadInput where config.json is not one."""
+        values = read_json(self.path / "config.json")
+        require(isinstance(values, dict), "run", str(self), "must hold a whole config.json")
+        return build(RunConfig, values)
+
+    def open(self, config: RunConfig, rows: bytes) -> None:
+        """Begin or continue: write config.json, or hold the one there is against `config`; log after these rows.
+
+        Raises BadInput where the directory is another configuration's.
+        """
+        if (self.path / "config.json").exists():
+            found, wanted = decisive(self.config), decisive(config)
+            other = next((k for k in sorted({*found, *wanted}) if found.get(k) != wanted.get(k)), None)
+            require(other is None, "run", str(self), f"holds another configuration, {other} = {found.get(other)!r}; "
+                    "move it away")
+        write_json(self.path / "config.json", asdict(config))
+        write_whole(self.path / "metrics.jsonl", rows)
+
+    def rows(self) -> bytes:
+        """metrics.jsonl as it stands."""
+        path = self.path / "metrics.jsonl"
+        return path.read_bytes() if path.exists() else b""
 
     @contextmanager
     def log(self, console: Callable[[str], None]) -> Iterator[logging.Logger]:
@@ -100,6 +118,7 @@ class Run:
         logger.propagate = False
         file, screen = logging.FileHandler(self.path / "run.log", encoding="utf-8"), logging.Handler()
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        file.handleError = lambda record: None  # a full disk is noticed, and told once, where it loses more
         screen.setLevel(logging.INFO)
         screen.emit = lambda record: console(record.getMessage())
         logger.handlers = warnings.handlers = [file, screen]
@@ -107,36 +126,46 @@ class Run:
         try:
             yield logger
         except BaseException:
-            file.stream.write(traceback.format_exc())
+            logger.debug(traceback.format_exc())
             raise
         finally:
             logging.captureWarnings(False)
             warnings.handlers = []
-            file.close()
+            with suppress(OSError):
+                file.close()
 
     def record(self, row: Mapping[str, object]) -> None:
         """Append one row to metrics.jsonl."""
         if self._metrics is None:
             self._metrics = open(self.path / "metrics.jsonl", "a", 1, encoding="utf-8")  # noqa: SIM115 — held for the run
-        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self, meta: Mapping[str, object]) -> None:
         """Write run_meta.json, which says that the run has ended, after everything else."""
         if self._metrics is not None:
-            self._metrics.close()
+            with suppress(OSError):  # of a line that did not fit, which was told when it was written
+                self._metrics.close()
             self._metrics = None
         write_json(self.path / "run_meta.json", meta | {"ended": datetime.now(UTC).isoformat(timespec="seconds")})
-        os.close(self._lock)
 
     def save_model(self, model: MiniGPT, tokenizer: Path) -> str:
         """Write model/ (safetensors, configuration, tokenizer) and return the sha256 of the weights."""
         folder = self.path / "model"
         folder.mkdir(exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, folder / "model.safetensors")
+        write_whole(folder / "model.safetensors", save(weights))
         write_json(folder / "config.json", asdict(model.config))
-        (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+        write_whole(folder / "tokenizer.json", tokenizer.read_bytes())
         return weights_sha256(weights)
+
+
+def decisive(config: RunConfig) -> dict:
+    """What decides a run's outcome: everything set but paths and what is written on the way.
+
+    A parameter that is off (null, 0, false, empty) is left out, so that a new one, off by default, renames no run.
+    """
+    return {name: value for name, value in json.loads(json.dumps(asdict(config))).items()
+            if value and name not in ("stream", "runs", "checkpoint_every", "branch_from")}
 
 
 def digest(facts: Mapping[str, object]) -> str:
@@ -170,23 +199,32 @@ def read_json(path: Path) -> dict | list | None:
 
 
 def write_json(path: Path, values: Mapping[str, object] | list) -> None:
-    """Write whole or not at all: a temporary file, then a rename."""
-    temporary = path.with_suffix(".partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2, ensure_ascii=False, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write JSON whole or not at all."""
+    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, whenever the process or the machine stops: a temporary file, then a rename."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
 
 
 def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Every run that has ended in `folder`: a frame of runs, and one of all their updates (with column `run`).
-
-    What stopped attempts left aside is not among them.
-    """
+    """Every run in `folder` that has ended or was stopped: a frame of them, and one of all updates (column `run`)."""
     folder = under_root(folder)
     require(folder.is_dir(), "runs", str(folder), "is not a folder of runs; train something first")
-    ended = [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json")) if ".stopped-" not in str(meta)]
+    ended = [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json"))]
     return frame(ended), updates(ended)
 
 
@@ -195,8 +233,8 @@ def frame(runs: list[Run]) -> pd.DataFrame:
     rows = []
     for run in runs:
         meta, config = run.meta, read_json(run.path / "config.json")
-        setting = {name: value for name, value in config.items() if name not in OF_AN_ARM}
-        setting |= {"stream": meta["stream"]["sha256"], "parameters": meta["parameters"]}
+        setting = {name: value for name, value in decisive(run.config).items() if name not in OF_AN_ARM}
+        setting |= {"stream": meta["stream"]["sha256"], "parameters": meta["parameters"], "parent": meta.get("parent")}
         rows.append(config | meta | {"run": run.name, "base_tokens_per_step": config["tokens_per_step"],
                                      "budget_kind": meta["budget"]["kind"], "budget": meta["budget"]["value"],
                                      "setting": digest(setting)})
@@ -206,8 +244,13 @@ def frame(runs: list[Run]) -> pd.DataFrame:
 
 
 def updates(runs: list[Run]) -> pd.DataFrame:
-    """A row an update of every run."""
-    tables = [run.metrics().assign(run=run.name) for run in runs if (run.path / "metrics.jsonl").exists()]
+    """A row an update of every run, but of a prefix that an ancestor had read: its loss is not that of unseen text."""
+    tables = []
+    for run in runs:
+        first, last = (run.meta.get("parent") or {}).get("reread", (0, 0))
+        table = run.metrics().assign(run=run.name)
+        if len(table):
+            tables.append(table[(table["tokens"] <= first) | (table["tokens"] - table["tokens_per_step"] >= last)])
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["run", "step", "tokens", "loss"])
 
 

@@ -60,7 +60,16 @@ def dividers(config) -> list[Stage]:
     ]
 
 
-SCHEDULES = {arm.__name__: arm for arm in (constant, dividers)}
+def late_switch(config) -> list[Stage]:
+    """Two stages: the small tokens per step, and from the progress `switch_at` on the large."""
+    small, large, capacity = config.small_tokens_per_step, config.tokens_per_step, config.device_token_capacity
+    require(small > 0 and small % capacity == 0, "small_tokens_per_step", small,
+            f"must be a positive multiple of device_token_capacity {capacity:,}")
+    require(0 < config.switch_at < 1, "switch_at", config.switch_at, "must lie between 0 and 1")
+    return [Stage(0.0, small, small / large), Stage(config.switch_at, large)]
+
+
+SCHEDULES = {arm.__name__: arm for arm in (constant, dividers, late_switch)}
 
 
 def stage_at(stages: Sequence[Stage], progress: float) -> int:

@@ -1,19 +1,27 @@
 """How far a run has come, and what it says about itself in run_meta.json."""
 
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 from lib.clock import Clock
 from lib.config import RunConfig
 from lib.rules import lr_multiplier
 from lib.schedule import Stage
 
+NOTHING = {"updates": 0, "clipped": 0, "ended": "not reached"}  # what a stage has seen at its beginning
+
 
 @dataclass
 class State:
     """Counts of a run between two updates."""
 
-    steps: int = 0
+    steps: int = 0  # rows of metrics.jsonl: the updates taken, and those that fp16 skipped
+    skipped: int = 0
     tokens: int = 0
+    origin: int = 0  # where the stream's order stood at token 0 of this run
+    began: int = 0  # tokens taken over with a parent's full state
+    parent: dict | None = None  # of a branch: the run, where it was left, and what had been read of streams by then
+    past: dict | None = None  # the run with the same past, and the tokens up to which it was taken over
     lr: float = 0.0  # of the last update
     clipped: int = 0  # updates
     warmup_tokens: int = 0
@@ -21,33 +29,37 @@ class State:
     stages: list[dict] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)  # tokens and loss of each update
     validation: list[dict] = field(default_factory=list)  # periodic
+    attempts: list[dict] = field(default_factory=list)  # when the run was begun or continued, and after which row
 
-    def enter(self, config: RunConfig, index: int, seconds: float) -> None:
+    @property
+    def cursor(self) -> int:
+        """Where the next update begins to read, in tokens of the stream's order."""
+        return self.origin + self.tokens
+
+    def enter(self, index: int, seconds: float) -> None:
         """Be in stage `index`; a stage that no update fell into is passed."""
-        planned = config.stages()
         while len(self.stages) <= index:
-            self.leave("boundary")
+            seen = bool(self.stages) and self.stages[-1]["end_update"] > self.stages[-1]["start_update"]
+            self.leave("boundary" if seen else "passed")
             here = {"tokens": self.tokens, "seconds": seconds, "update": self.steps}
             self.stages.append(
-                describe(config, planned[len(self.stages)])
-                | {f"{end}_{unit}": value for end in ("start", "end") for unit, value in here.items()}
-                | {"updates": 0, "clipped": 0, "ended": "not reached"}
-            )
+                {f"{end}_{unit}": value for end in ("start", "end") for unit, value in here.items()} | NOTHING)
 
     def leave(self, why: str) -> None:
         """Record why the present stage ended."""
         if self.stages:
-            self.stages[-1]["ended"] = why if self.stages[-1]["updates"] else "passed"
+            self.stages[-1]["ended"] = why
 
-    def count(self, size: int, loss: float, clipped: bool, seconds: float) -> None:
+    def count(self, size: int, loss: float, clipped: bool, skipped: bool, seconds: float) -> None:
         """Add one update of `size` tokens to the stage that it began in."""
         self.steps += 1
+        self.skipped += skipped
         self.tokens += size
         self.clipped += clipped
         self.losses.append((size, loss))
         stage = self.stages[-1]
         stage.update(end_tokens=self.tokens, end_seconds=seconds, end_update=self.steps)
-        stage["updates"] += 1
+        stage["updates"] += not skipped
         stage["clipped"] += clipped
 
     @property
@@ -73,9 +85,8 @@ def describe(config: RunConfig, stage: Stage) -> dict:
 
 def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int) -> dict:
     """The part of run_meta.json that follows from the configuration and the counts."""
-    stages = list(state.stages)
-    for stage in config.stages()[len(stages):]:
-        stages.append(describe(config, stage) | {"updates": 0, "clipped": 0, "ended": "not reached"})
+    stages = [describe(config, planned) | (seen or NOTHING)
+              for planned, seen in zip_longest(config.stages(), state.stages)]
     sizes = [stage["tokens_per_step"] for stage in stages]
     per_stage = (lambda values: values[0]) if config.schedule == "constant" else (lambda values: values)
     measured_tokens, by_tokens = state.tokens - state.warmup_tokens, config.token_budget is not None
@@ -90,7 +101,8 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         "device_batch_size": config.device_token_capacity // config.seq_len,
         "accumulation_steps": per_stage([size // config.device_token_capacity for size in sizes]),
         "budget": {"kind": "tokens" if by_tokens else "seconds", "value": config.budget, "clock": config.clock},
-        "steps": state.steps,
+        "steps": state.steps - state.skipped,
+        "skipped_steps": state.skipped,
         "tokens": state.tokens,
         "measured_steps": max(state.steps - 1, 0),
         "measured_tokens": measured_tokens,
@@ -115,5 +127,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         "final_lr": state.lr,
         "stages": stages,
         "clipped_share": state.clipped / state.steps if state.steps else None,
-        "parent": None,
+        "parent": state.parent,
+        "past": state.past,
+        "attempts": state.attempts,
     }

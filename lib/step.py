@@ -1,31 +1,50 @@
 """One optimizer step: gradients accumulated over micro-batches, clipping, AdamW; and what a step costs here."""
 
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from math import inf, log
 from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.clock import Costs
 from lib.config import RunConfig, under_root
 from lib.machine import device_name, environment, pick_device
 from lib.model import MiniGPT, ModelConfig
+from lib.ranks import Ranks
 from lib.rules import Hyperparameters
 from lib.runs import digest, make_folder, read_json, write_json
 from lib.stream import PackedStream
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Objective(torch.nn.Module):
+    """The loss as a module, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, model: MiniGPT, loss: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(tokens)
+
 
 class Learner:
-    """A model with its optimizer."""
+    """A model with its optimizer. With several ranks, each takes its own rows, and all take the same step."""
 
-    def __init__(self, config: RunConfig, vocab_size: int):
-        self.device = pick_device(config.device)
+    def __init__(self, config: RunConfig, vocab_size: int, ranks: Ranks | None = None):
+        self.device, self.ranks = pick_device(config.device), ranks or Ranks()
         self.micro_batch = config.device_token_capacity
         self.grad_clip = config.grad_clip or inf
-        self.bf16 = config.precision == "bf16"
+        self.autocast = partial(torch.autocast, self.device.type, DTYPES.get(config.precision),
+                                enabled=config.precision in DTYPES)
         torch.set_float32_matmul_precision(config.matmul_precision)
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
@@ -34,38 +53,51 @@ class Learner:
         self.loss = self.model.loss
         if config.compile != "off":
             self.loss = torch.compile(self.model.loss, mode=config.compile, dynamic=False)
+        if self.ranks.size > 1:
+            self.loss = DistributedDataParallel(Objective(self.model, self.loss))
         # Norm gains are not decayed, as usual; everything else is a matrix.
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         gains = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
 
     def accumulate(self, rows: np.ndarray) -> Tensor:
         """Add the gradient of the mean loss over `rows` [B, S], a micro-batch at a time; returns that mean loss.
 
-        All targets of the update weigh the same, since every micro-batch has as many.
+        All targets of the update weigh the same, since every micro-batch has as many, on every rank. The ranks exchange
+        gradients with the last micro-batch alone.
         """
         parts = np.split(rows, rows.size // self.micro_batch)
         total = torch.zeros((), device=self.device)
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             tokens = torch.from_numpy(part).to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                loss = self.loss(tokens) / len(parts)
-            loss.backward()
+            with self.loss.no_sync() if self.ranks.size > 1 and number < len(parts) else nullcontext():
+                with self.autocast():
+                    loss = self.loss(tokens) / len(parts)
+                self.scaler.scale(loss).backward()
             total += loss.detach()
-        return total
+        return self.ranks.mean(total)
+
+    def warm_up(self, rows: np.ndarray) -> None:
+        """Compile, and touch memory, with a gradient that is thrown away."""
+        with torch.random.fork_rng():
+            self.accumulate(rows)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def clip(self) -> Tensor:
         """Scale the gradient down to the largest allowed norm; returns its norm before."""
+        self.scaler.unscale_(self.optimizer)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
 
     def apply(self, lr: float, hyperparameters: Hyperparameters) -> None:
-        """Take the step with this learning rate, and drop the gradient."""
+        """Take the step with this learning rate, and drop the gradient; fp16 skips it where that is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"], group["eps"] = lr, hyperparameters.eps
             group["betas"] = hyperparameters.beta1, hyperparameters.beta2
         self.optimizer.param_groups[0]["weight_decay"] = hyperparameters.weight_decay
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def synchronize(self) -> None:
@@ -81,14 +113,14 @@ class Learner:
         """
         bytes_of = torch.from_numpy(stream.token_bytes())
         rows, batch = stream.validation_rows(tokens), self.micro_batch // self.model.config.seq_len
-        nats, targets, size = 0.0, 0, 0
-        for start in range(0, rows, batch):
+        sums = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
+        for start in range(self.ranks.rank * batch, rows, self.ranks.size * batch):
             part = torch.from_numpy(stream.validation(start, min(batch, rows - start)))
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            with self.autocast():
                 losses = self.model.token_losses(part.to(self.device))
-            nats += losses.cpu().double().sum().item()
-            targets += losses.numel()
-            size += bytes_of[part[:, 1:]].sum().item()
+            size = bytes_of[part[:, 1:]].sum()
+            sums += torch.stack([losses.cpu().double().sum(), torch.tensor(losses.numel()), size])
+        nats, targets, size = self.ranks.sum(sums).tolist()
         return nats / targets, nats / log(2) / size
 
 
@@ -96,6 +128,13 @@ def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
     """The model's shape in this run."""
     return ModelConfig(vocab_size, config.seq_len, config.hidden_size, config.layers, config.heads, config.mlp_size,
                        config.rope_theta)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory did not suffice, of a GPU or of the machine."""
+    words = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words))
 
 
 def calibrate(config: RunConfig, vocab_size: int) -> Costs:

@@ -1,5 +1,6 @@
 """The packed stream: one flat file of tokens, read in rows along one global order."""
 
+import hashlib
 import json
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -40,7 +41,17 @@ def read_meta(folder: str | Path) -> dict:
         check((folder / name).is_file(), f"must hold {name}; remove the folder and prepare again")
     size, whole = (folder / "tokens.bin").stat().st_size, meta["tokens"] * itemsize
     check(size == whole, f"tokens.bin must have {whole:,} bytes, not {size:,}; remove the folder and prepare again")
+    digest = file_sha256(folder / "tokens.bin", size, (folder / "tokens.bin").stat().st_mtime_ns)
+    check(digest == meta["sha256"], "tokens.bin must have the sha256 of its stream.json; it was changed since it was "
+          "prepared: remove the folder and prepare again")
     return meta
+
+
+@lru_cache(maxsize=16)
+def file_sha256(path: Path, size: int, changed: int) -> str:
+    """Hash of the file; `size` and the time it was `changed` (ns) are there to read it again where it did."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=4)

@@ -1,53 +1,217 @@
-"""Many runs: those that have ended are reused, the others trained one after another."""
+"""Many runs: what has ended is reused, a past in common is trained once, and an executor takes the rest."""
 
+import os
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
+import torch
 from IPython import get_ipython
 from IPython.display import display
 
-from lib.check import require
+from lib.check import BadInput, require
+from lib.checkpoint import tokens_of, written
+from lib.clock import Costs
 from lib.config import RunConfig, under_root
+from lib.plan import common_past, updates
 from lib.runs import Run, make_folder, read_json, write_json
-from lib.train import train
+from lib.train import resolve, train
 
 UPDATE_SECONDS = 10  # between two updates of the line
+WORTH = 0.05  # of a run: a shorter past in common costs more, in checkpoints and waiting, than it saves
 
 
-def sweep(configs: Iterable[RunConfig], title: str) -> list[Run]:
-    """Train each configuration once, in order; returns their runs. A run that diverges does not stop the sweep.
+@dataclass
+class Node:
+    """A run of a sweep: what it shares with an earlier one, and where it is to keep checkpoints for later ones."""
 
-    The names of the runs are written to sweeps/TITLE.json beside them, so that an analysis knows which belong together.
+    config: RunConfig  # as asked for
+    resolved: RunConfig
+    costs: Costs | None
+    run: Run
+    ended: bool
+    tokens: int = 0  # of the whole run; 0 where a measured clock decides
+    parent: "Node | None" = None
+    shared: int = 0  # tokens taken over from the parent
+    done: int = 0  # tokens up to its own last checkpoint
+    keep: set[int] = field(default_factory=set)
+
+    @property
+    def to_train(self) -> int:
+        """Tokens, as planned."""
+        return 0 if self.ended else max(self.tokens - max(self.shared, self.done), 0)
+
+    @property
+    def past(self) -> tuple[Run, int] | None:
+        return self.parent and (self.parent.run, self.shared)
+
+
+def plan(configs: Iterable[RunConfig]) -> list[Node]:
+    """Each run once, in order, with the earlier run that shares the longest past with it.
+
+    The past is trained with the earlier run, which keeps a checkpoint where the two part. Runs with common pasts form a
+    tree, so any order of them trains the same number of tokens.
     """
-    configs = list(dict.fromkeys(configs))
-    show, runs, trained, begin = updating_line(), [], [], time.monotonic()
-    said = begin
-
-    def report(message: str) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said > UPDATE_SECONDS:
-            said = now
-            left = (now - begin) / len(trained) * (len(configs) - len(runs)) / 60 if trained else None
-            about = f", about {left:.0f} min left" if left is not None else ""
-            show(f"{title}: {len(runs)} of {len(configs)} done{about} · {message.strip()}")
-
+    nodes = {}
     for config in configs:
-        before = time.time()
-        runs.append(train(config, report))
-        if (runs[-1].path / "run_meta.json").stat().st_mtime >= before:
-            trained.append(runs[-1])
+        task = resolve(config)
+        if task.run.path in nodes:
+            continue
+        node = nodes[task.run.path] = Node(config, task.config, task.costs, task.run, task.run.ended)
+        if node.ended:
+            continue
+        node.tokens = sum(update.tokens for update in updates(node.resolved, node.costs))
+        node.done = max(map(tokens_of, written(node.run)), default=0)
+        for other in [*nodes.values()][:-1]:
+            shared = common_past(node.resolved, other.resolved, node.costs)
+            if other.ended:  # what it kept is all there is
+                shared = max((tokens for tokens in map(tokens_of, written(other.run)) if tokens <= shared), default=0)
+            if shared > max(node.shared, WORTH * node.tokens):
+                node.parent, node.shared = other, shared
+        if node.parent and not node.parent.ended:
+            node.parent.keep.add(node.shared)
+    return [*nodes.values()]
+
+
+def picture(nodes: list[Node]) -> str:
+    """The plan in words: what there is to train and what is saved; common pasts as trees."""
+    todo = [node for node in nodes if not node.ended]
+    saved = sum(min(node.shared, node.tokens) for node in todo)
+    lines = [f"{len(nodes)} runs, {len(nodes) - len(todo)} of them reused; "
+             f"{sum(node.to_train for node in todo):,} tokens to train, {saved:,} saved by common pasts"]
+    if timed := sum(not node.tokens for node in todo):
+        lines[0] += f"; and {timed} on the measured clock"
+
+    def draw(node: Node, before: str, last: bool, first: bool = False) -> None:
+        name = f"{node.config.arm} · lr {node.config.lr:g} · seed {node.config.seed}"
+        size = "ended before" if node.ended else f"{node.to_train:,} tokens"
+        at = "" if first else f"at {node.shared:,}: "
+        lines.append(f"{before}{'' if first else '└─ ' if last else '├─ '}{at}{name} · {size}")
+        children = [other for other in nodes if other.parent is node]
+        for child in children:
+            draw(child, before + ("" if first else "   " if last else "│  "), child is children[-1])
+
+    for node in nodes:
+        if node.parent is None and any(other.parent is node for other in nodes):
+            draw(node, "", True, first=True)
+    return "\n".join(lines)
+
+
+def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "serial") -> list[Run]:
+    """Train each configuration once; returns their runs in order. A bad outcome of a run does not stop the sweep.
+
+    `executor` is serial (in this process, one after another), processes:N, dask:ADDRESS (of its scheduler), or any
+    concurrent.futures.Executor. The names of the runs are written to sweeps/TITLE.json beside them, so that an analysis
+    knows which belong together. Raises BadInput for a configuration or an executor that cannot work.
+    """
+    configs = list(configs)
     record = sweep_record(configs[0].runs, title)
+    with workers(executor) as (pool, slots):
+        nodes = plan(configs)
+        todo, begin = [node for node in nodes if not node.ended], time.monotonic()
+        print(f"{title}: {picture(nodes)}")
+        show, said = updating_line(), begin
+
+        def report(message: str) -> None:
+            nonlocal said
+            now, trained = time.monotonic(), sum(node.ended for node in todo)
+            if now - said > UPDATE_SECONDS:
+                said = now
+                left = (now - begin) / trained * (len(todo) - trained) / 60 if trained else None
+                about = f", about {left:.0f} min left" if left is not None else ""
+                show(f"{title}: {len(nodes) - len(todo) + trained} of {len(nodes)} done{about} · {message.strip()}")
+
+        if pool is None:
+            for node in todo:
+                train(node.config, report, keep=node.keep, past=node.past, costs=node.costs)
+                node.ended = True
+        else:
+            hand_out(todo, pool, slots, report)
     make_folder(record.parent)
-    write_json(record, [run.name for run in runs])
+    write_json(record, [node.run.name for node in nodes])
     minutes = (time.monotonic() - begin) / 60
-    show(f"{title}: {len(runs)} done, {len(trained)} trained now in {minutes:.1f} min, the others reused")
-    return runs
+    show(f"{title}: {len(nodes)} done, {len(todo)} trained now in {minutes:.1f} min, the others reused")
+    return [node.run for node in nodes]
+
+
+def hand_out(todo: list[Node], pool: Executor, slots: int, report: Callable[[str], None]) -> None:
+    """Train these runs in the pool; one that takes over a past waits for the run that has it.
+
+    Raises what a run raised, when those under way are done; BrokenExecutor where a process died.
+    """
+    given: dict[Future, Node] = {}
+    ready = [node for node in todo if node.parent not in todo]
+    try:
+        while ready or given:
+            for node in ready:
+                past = node.past and (str(node.past[0].path), node.past[1])
+                given[pool.submit(work, node.config, node.costs, node.keep, past, slots)] = node
+            done, _ = wait(given, return_when=FIRST_COMPLETED)
+            ready = []
+            for future in done:
+                node = given.pop(future)
+                future.result()
+                node.ended = True
+                ready += [other for other in todo if other.parent is node]
+                report(f"{node.run.name} done")
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():  # each stops at its next update, with a checkpoint
+            os.kill(process.pid, signal.SIGTERM)
+        if isinstance(error, BrokenExecutor):
+            raise BrokenExecutor("a worker died in the middle of a run; asked for again, the sweep goes on") from None
+        raise
+
+
+def work(config: RunConfig, costs: Costs | None, keep: set[int], past: tuple[str, int] | None, slots: int) -> str:
+    """Train one run in a process that has its share of the machine's threads; returns the run's directory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // slots))
+    donor = past and (Run(Path(past[0])), past[1])
+    return str(train(config, lambda line: None, keep=keep, past=donor, costs=costs).path)
+
+
+@contextmanager
+def workers(executor: str | Executor) -> Iterator[tuple[Executor | None, int]]:
+    """The pool that this parameter names, and how many runs share a machine there; None for this process."""
+    if isinstance(executor, Executor):
+        yield executor, getattr(executor, "_max_workers", 1)
+        return
+    kind, _, where = executor.partition(":")
+    if executor == "serial":
+        yield None, 1
+    elif kind == "processes" and where.isdigit() and int(where) > 0:
+        # A session of their own: Ctrl-C reaches this process alone, which then asks each of them to stop.
+        with ProcessPoolExecutor(int(where), get_context("spawn"), os.setsid) as pool:
+            yield pool, int(where)
+    elif kind == "dask" and where:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise BadInput(f"executor = {executor!r}: needs Dask; install it with pip install -e '.[dask]'") from None
+        try:
+            client = Client(where, timeout=10)
+        except (OSError, ValueError) as error:
+            raise BadInput(f"executor = {executor!r}: must be the address of a Dask scheduler ({error})") from None
+        with client:
+            threads = Counter()
+            for worker in client.scheduler_info(n_workers=-1)["workers"].values():
+                threads[worker["host"]] += worker["nthreads"]
+            require(bool(threads), "executor", executor, "must have a worker")
+            yield client.get_executor(), max(threads.values())
+    else:
+        raise BadInput(f"executor = {executor!r}: must be serial, processes:N or dask:ADDRESS")
 
 
 def sweep_record(runs: str, title: str) -> Path:
     """The file that names the runs of a sweep."""
+    require(title == Path(title).name, "title", title, "must be a file's name")
     return under_root(runs) / "sweeps" / f"{title}.json"
 
 

@@ -1,37 +1,61 @@
 """The training loop: one configuration in, one run directory out.
 
-The loop follows the stages of a schedule and knows nothing of arms. Rules of a run: a token budget is never overshot; a
-time budget ends with the first update completed at or after the deadline; one warm-up update comes before the clock
-starts; validation is outside it; stages change between updates.
+The loop follows a plan of updates and knows nothing of arms. One warm-up update comes before the clock starts;
+validation and checkpoints are outside it; stages change, and a run stops or is continued, between updates.
 """
 
+import errno
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from logging import Logger
-from math import isfinite
+from logging import Logger, NullHandler, getLogger
+from math import inf, isfinite
+from pathlib import Path
 
-from lib.check import require
-from lib.clock import Clock
+import torch
+
+from lib import branch, checkpoint
+from lib.branch import Branch
+from lib.check import Unwritten, require
+from lib.checkpoint import Checkpoint
+from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
+from lib.interrupt import Interrupt
 from lib.machine import environment, pick_device
-from lib.runs import Run
-from lib.schedule import stage_at
+from lib.plan import Plan, common_past
+from lib.ranks import Ranks
+from lib.runs import Run, load_model
 from lib.state import State, metadata
-from lib.step import Learner, calibrate
+from lib.step import Learner, calibrate, out_of_memory
 from lib.stream import PackedStream
 
 PROGRESS_SECONDS = 15  # between two lines of a long run
+REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}  # by the disk
+SMALLEST_SCALE = 2.0**-10  # of fp16's loss: below it the gradient itself is not finite
 
 
-def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
-    """Train one run, or return it where it has ended before. `progress` takes the lines for the console.
+@dataclass(frozen=True)
+class Task:
+    """A configuration held against its stream, device and parent."""
 
-    Raises BadInput, before anything is written, where the configuration does not fit the stream or the device.
+    config: RunConfig  # seeds and device resolved
+    stream: PackedStream
+    costs: Costs | None  # of the modelled clock
+    branch: Branch | None
+    run: Run
+
+
+def resolve(config: RunConfig, costs: Costs | None = None) -> Task:
+    """What this configuration means here: its run, ended or not. `costs` stand for a calibration of this machine.
+
+    Raises BadInput where it does not fit the stream, the device or the parent. Writes no run.
     """
-    config = replace(config, data_seed=config.seed if config.data_seed is None else config.data_seed,
-                     device=str(pick_device(config.device)))
+    left = branch.find(config)
+    seed = config.seed if left is None else branch.data_seed(left.parent)
+    config = replace(config, device=str(pick_device(config.device)),
+                     data_seed=seed if config.data_seed is None else config.data_seed)
     stream = PackedStream(config.stream, config.seq_len, config.data_seed, config.epochs)
     first = config.stages()[0].tokens_per_step
     require(first <= stream.tokens, "stream", config.stream,
@@ -39,95 +63,274 @@ def train(config: RunConfig, progress: Callable[[str], None] = print) -> Run:
     held_out = stream.meta["validation_tokens"]
     require((config.validation_tokens or 0) <= held_out, "validation_tokens", config.validation_tokens,
             f"must not exceed the {held_out:,} of the stream; null takes them all")
-    costs = calibrate(config, stream.vocab_size) if config.clock == "modelled" else None
-    run = Run.of(config, {"stream": stream.sha256, "costs": costs and asdict(costs)})
-    if run.ended:
-        progress(f"{run}: ended before, reused")
-        return run
+    if config.clock == "modelled" and costs is None:
+        costs = calibrate(config, stream.vocab_size)
+    facts = {"stream": stream.sha256, "costs": asdict(costs) if config.clock == "modelled" else None}
+    return Task(config, stream, costs if config.clock == "modelled" else None, left,
+                Run.of(config, facts | (left.facts if left else {})))
 
-    learner = Learner(config, stream.vocab_size)
-    state, clock = State(), Clock(costs)
-    status, results = "failed", {"started": datetime.now(UTC).isoformat(timespec="seconds")}
-    run.create(config)
-    with run.log(progress) as log:
-        budget = f"{config.budget:,} tokens" if config.token_budget else f"{config.budget:g} s, {config.clock} clock"
-        log.info(f"{config.arm} · lr {config.lr:g} · seed {config.seed} · {budget} · {run}")
-        try:
+
+def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep: Iterable[int] = (),
+          until: int | None = None, past: tuple[Run, int] | None = None, costs: Costs | None = None) -> Run:
+    """Train one run, continue it where it was interrupted, or return it where it has ended before.
+
+    `progress` takes the lines for the console. `keep` names tokens at which to keep a checkpoint for branches, and
+    `until` tokens after which to stop, with one. `past` is a run that does the same as this one up to so many tokens,
+    from whose checkpoint there it begins. `costs` stand for a calibration of this machine.
+
+    Under torchrun, every process calls this. Raises BadInput, before anything is written, where the configuration does
+    not fit, or the checkpoints are damaged; Unwritten where the disk takes no more; KeyboardInterrupt, after a
+    checkpoint, where it was interrupted.
+    """
+    ranks = Ranks.join()
+    if config.clock == "modelled" and ranks.size > 1:
+        costs = ranks.share(lambda: resolve(config, costs).costs)
+    task = resolve(config, costs)
+    for stage in task.config.stages():
+        ranks.check(stage.tokens_per_step, task.config.device_token_capacity)
+    run, say = task.run, progress if ranks.first else lambda line: None
+    with run.hold(say) if ranks.first else nullcontext(), Interrupt() as stop, torch.random.fork_rng():
+        torch.manual_seed(config.seed)  # for models that draw while they train; this one does not
+        if ranks.share(lambda: run.ended):
+            say(f"{run}: ended before, reused")
+        else:
+            begin = Start(*ranks.share(lambda: start(task, past, say)))
+            if begin.kind == "repeat":
+                begin = repeat(task, ranks, say)
             try:
-                status = loop(config, stream, learner, run, state, clock, log)
+                attempt(task, ranks, begin, stop, say, frozenset(keep), until)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                raise Unwritten(f"{run}: {error.strerror}; what is there stays, and is continued when asked for again"
+                                ) from None
+    if stop.asked:
+        raise KeyboardInterrupt
+    return run
+
+
+@dataclass
+class Start:
+    """Where a run begins: at a checkpoint of its own, of a run with the same past, or of its parent; or at nothing.
+
+    `repeat` is a branch whose parent keeps no checkpoint there.
+    """
+
+    kind: str  # continued, past, branch, repeat or scratch
+    path: Path | None = None
+
+
+def start(task: Task, past: tuple[Run, int] | None, say: Callable[[str], object]) -> tuple:
+    """Where to begin, as the arguments of Start. Raises BadInput for damaged checkpoints."""
+    if own := checkpoint.latest(task.run, say):
+        return "continued", own.path
+    if past and (found := checkpoint.kept_at(*past)) and found.tokens == past[1]:
+        return "past", found.path
+    if task.branch is None:
+        return "scratch", None
+    parent, tokens = task.branch.parent, task.branch.tokens
+    if task.branch.weights_only and task.config.branch_at == 0:
+        return "branch", None
+    if found := checkpoint.kept_at(parent, tokens):
+        require(task.branch.weights_only or found.facts["stream"]["sha256"] == task.stream.sha256, "stream",
+                task.config.stream, "must be the parent's, for a branch with its full state")
+        return "branch", found.path
+    require(parent.config.token_budget is not None or parent.config.clock == "modelled", "branch_at", tokens,
+            f"must be a checkpoint of {parent}: on the measured clock its past cannot be repeated")
+    return "repeat", None
+
+
+def repeat(task: Task, ranks: Ranks, say: Callable[[str], object]) -> Start:
+    """Train the parent's past again, in a folder beside it, as far as the branch needs it."""
+    parent, tokens = task.branch.parent, task.branch.tokens
+    say(f"{parent}: keeps no checkpoint at {tokens:,} tokens; that past is trained again, beside it")
+    config = replace(parent.config, stream=task.config.stream, runs=str(branch.past_folder(parent)))
+    again = train(config, say, keep=[tokens], until=tokens)
+
+    def find() -> Path:
+        found = checkpoint.kept_at(again, tokens)
+        require(found is not None, "branch_at", tokens, f"is not reached by {parent}")
+        logged = parent.metrics()
+        if found.last["loss"] not in logged[logged["step"] == found.last["step"]]["loss"].tolist():
+            say("what was trained again differs from the parent, as it does with other threads or another device")
+        return found.path
+
+    return Start("branch", ranks.share(find))
+
+
+def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callable[[str], object],
+            keep: frozenset[int], until: int | None) -> None:
+    """Train from where it begins to an outcome, and record that."""
+    config, stream, run = task.config, task.stream, task.run
+    found = begin.path and checkpoint.read(begin.path)
+    weights_only = begin.kind == "branch" and task.branch.weights_only
+    state, clock, learner = State(), Clock(task.costs), None
+    if ranks.first:
+        run.open(config, b"" if found is None or weights_only else found.rows)
+    status, results = "failed", {}
+    with run.log(say) if ranks.first else nullcontext(silent()) as log:
+        try:
+            learner = Learner(config, stream.vocab_size, ranks)
+            state = take_over(task, begin.kind, found, learner, clock)
+            state.attempts.append({"started": datetime.now(UTC).isoformat(timespec="seconds"), "after": state.steps,
+                                   "processes": ranks.size})
+            log.info(opening(task, begin.kind, state))
+            try:
+                status = loop(task, ranks, learner, state, clock, stop, keep, until, log)
             finally:
                 clock.stop()
+            if status == "interrupted":
+                return
             if status != "diverged" and not config.skip_validation:
                 loss, bits = learner.evaluate(stream, config.validation_tokens)
                 if isfinite(loss):
                     results |= {"validation_loss": loss, "validation_bits_per_byte": bits}
                 else:  # the last update broke the weights
-                    status = "diverged"
+                    status, results["diverged_at"] = "diverged", state.steps
                 log.info(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, "
                          f"after {state.tokens:,} tokens in {state.steps:,} updates and {clock.measured:.0f} s")
-            results["sha256"] = run.save_model(learner.model, stream.folder / "tokenizer.json")
+            elif status == "diverged":
+                results["diverged_at"] = state.steps + 1
+            if ranks.first:
+                results["sha256"] = run.save_model(learner.model, stream.folder / "tokenizer.json")
+        except Exception as error:
+            state.leave("failed")
+            results["error"] = f"{type(error).__name__}: {error}"
+            if not out_of_memory(error):
+                status = "failed"
+                raise
+            status, results["device_token_capacity"] = "out_of_memory", config.device_token_capacity
+            state.leave("out of memory")
+            log.info(f"out of memory with device_token_capacity {config.device_token_capacity:,}")
         except KeyboardInterrupt:
             status = "interrupted"
-            state.leave(status)
-            raise
-        except Exception as error:
-            state.leave(status)
-            results["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            model = learner.model
-            run.close(metadata(config, state, clock, model.flops_per_token) | {
-                "status": status,
-                "parameters": model.parameter_count,
-                "stream": {"sha256": stream.sha256, "range": [0, state.tokens],
-                           "shuffle": {"data_seed": config.data_seed, "epochs": config.epochs}},
-                "environment": environment(learner.device),
-            } | results)
-    return run
+            if ranks.first:
+                model = learner and learner.model
+                run.close(metadata(config, state, clock, model and model.flops_per_token) | {
+                    "status": status,
+                    "started": state.attempts[0]["started"] if state.attempts else None,
+                    "parameters": model and model.parameter_count,
+                    "stream": has_read(task, state),
+                    "environment": environment(torch.device(config.device)),
+                } | results)
 
 
-def loop(config: RunConfig, stream: PackedStream, learner: Learner, run: Run, state: State, clock: Clock,
-         log: Logger) -> str:
-    """Update until the budget or the stream is used up, or the loss is not finite; returns the run's status."""
-    stages, by_tokens = config.stages(), config.token_budget is not None
-    said = time.monotonic()
+def take_over(task: Task, kind: str, found: Checkpoint | None, learner: Learner, clock: Clock) -> State:
+    """Put the learner and the clock where the run begins, and return the counts."""
+    config, left = task.config, task.branch
+    if kind == "continued":
+        return found.restore(learner, clock)
+    if kind == "past":
+        state = found.restore(learner, clock)
+        state.attempts, state.past = [], {"run": found.facts["run"], "tokens": found.tokens}
+        return state
+    if kind == "scratch":
+        return State()
+    if found is None:
+        meta = left.parent.meta
+        tokens, stream, before = meta["tokens"], meta["stream"], meta["parent"]
+        weights = load_model(left.parent).state_dict()
+    else:
+        tokens, stream, before = found.tokens, found.facts["stream"], found.facts["state"]["parent"]
+        weights = found.part("model")
+    reads_on = left.reads_on and stream["sha256"] == task.stream.sha256
+    if left.weights_only:
+        learner.model.load_state_dict(weights)
+        state = State(origin=stream["range"][1] if reads_on else 0)
+    else:
+        state = found.restore(learner, clock)
+        alone = replace(config, branch_from="", branch_at=0)
+        if common_past(alone, left.parent.config, task.costs) < tokens:
+            state.stages = []
+        state.attempts, state.began = [], tokens
+        if not reads_on:
+            state.origin = -tokens
+    state.parent = branch.taken_over(left, tokens, stream, before, has_read(task, state))
+    return state
+
+
+def has_read(task: Task, state: State) -> dict:
+    """What the run has read of its stream, as run_meta.json has it."""
+    return {"sha256": task.stream.sha256, "range": [state.origin + state.began, state.cursor],
+            "shuffle": {"data_seed": task.config.data_seed, "epochs": task.config.epochs}}
+
+
+def opening(task: Task, kind: str, state: State) -> str:
+    """The first line of an attempt."""
+    config = task.config
+    budget = f"{config.budget:,} tokens" if config.token_budget else f"{config.budget:g} s, {config.clock} clock"
+    where = {
+        "continued": f" · continued after update {state.steps:,}",
+        "past": state.past and f" · from {state.tokens:,} tokens of {state.past['run']}",
+        "branch": state.parent and f" · branched from {state.parent['run']} at {state.parent['tokens']:,} tokens",
+    }.get(kind, "")
+    return f"{config.arm} · lr {config.lr:g} · seed {config.seed} · {budget} · {task.run}{where}"
+
+
+def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock, stop: Interrupt,
+         keep: frozenset[int], until: int | None, log: Logger) -> str:
+    """Update until the budget or the stream is used up, the loss is not finite, or a stop is asked for.
+
+    Returns the run's status.
+    """
+    config, stream, run, plan = task.config, task.stream, task.run, Plan(task.config)
+    said, saved = time.monotonic(), state.tokens
+
+    def save(kept: bool = False) -> None:
+        nonlocal saved
+        readings = clock.readings
+        with clock.pause():
+            if ranks.first and saved != state.tokens:
+                checkpoint.write(run, learner, state, readings, has_read(task, state), kept)
+            saved = state.tokens
+
+    if state.steps:
+        learner.warm_up(stream.read(0, config.device_token_capacity))
+        clock.start()
     while True:
-        position = state.tokens if by_tokens else clock.elapsed
-        index = stage_at(stages, position / config.budget)
-        size = stages[index].tokens_per_step
-        if position + size > config.budget if by_tokens else position >= config.budget:
+        position, asked = ranks.agree(state.tokens if plan.by_tokens else clock.elapsed, stop.asked)
+        if asked or state.tokens >= (until or inf):
+            save()
+            state.leave("interrupted")
+            log.info(f"stopped after update {state.steps:,}; asked for again, the run goes on from there")
+            return "interrupted"
+        update = plan.update(position, clock.expected)
+        if update is None:
             state.leave("budget")
             return "finished"
-        if state.tokens + size > stream.tokens:
+        size, micro_batches = update.tokens, update.tokens // config.device_token_capacity
+        if state.cursor + size > stream.tokens:
             state.leave("stream exhausted")
             log.info(f"the stream's {stream.tokens:,} training tokens are used up: the run ends before its budget")
             return "stream_exhausted"
-        state.enter(config, index, clock.elapsed)
+        state.enter(update.stage, clock.elapsed)
 
-        begin = time.perf_counter()
-        loss = learner.accumulate(stream.read(state.tokens, size))
+        begin, share = time.perf_counter(), size // ranks.size
+        loss = learner.accumulate(stream.read(state.cursor + ranks.rank * share, share))
         norm, loss = learner.clip().item(), loss.item()
-        if not (isfinite(loss) and isfinite(norm)):
+        scale = learner.scaler.get_scale() if learner.scaler.is_enabled() else 0.0
+        skipped = isfinite(loss) and not isfinite(norm) and scale > SMALLEST_SCALE
+        if not (isfinite(loss) and (isfinite(norm) or skipped)):
+            save()
             state.leave("diverged")
             log.info(f"diverged at update {state.steps + 1}: loss {loss:g}, gradient norm {norm:g}")
             return "diverged"
-        # The rate is that of the update's end, for every T alike, so that it ends at min_lr and no update is at 0.
-        reached = position + (size if by_tokens else clock.expected(size // config.device_token_capacity))
-        hyperparameters = config.hyperparameters(stages[index])
-        state.lr = config.learning_rate(reached / config.budget) * hyperparameters.lr_multiplier
-        learner.apply(state.lr, hyperparameters)
+        learner.apply(update.lr, update.hyperparameters)
         learner.synchronize()
         seconds = time.perf_counter() - begin
 
-        clock.update(size // config.device_token_capacity, seconds)
-        clipped = norm > learner.grad_clip
-        state.count(size, loss, clipped, clock.elapsed)
-        run.record({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": index,
-                    "tokens_per_step": size, "lr": state.lr, "loss": loss, "grad_norm": norm, "clipped": clipped,
-                    "tokens_per_second": size / seconds})
+        clock.update(micro_batches, seconds)
+        clipped = norm > learner.grad_clip and not skipped
+        state.lr = update.lr
+        state.count(size, loss, clipped, skipped, clock.elapsed)
+        if ranks.first:
+            run.record({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": update.stage,
+                        "tokens_per_step": size, "lr": state.lr, "loss": loss, "grad_norm": None if skipped else norm,
+                        "clipped": clipped, "tokens_per_second": size / seconds})
         with clock.pause():
-            every = 0 if config.skip_validation else config.eval_every
-            if every and state.tokens // every > (state.tokens - size) // every:
+            if crossed(0 if config.skip_validation else config.eval_every, state.tokens, size):
                 nats, bits = learner.evaluate(stream, config.validation_tokens)
                 state.validation.append({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed,
                                          "loss": nats, "bits_per_byte": bits})
@@ -138,6 +341,15 @@ def loop(config: RunConfig, stream: PackedStream, learner: Learner, run: Run, st
         if state.steps == 1:
             state.warmup_tokens, state.warmup_seconds = size, seconds
             clock.start()
+        if any(state.tokens - size < tokens <= state.tokens for tokens in keep):
+            save(kept=True)
+        if crossed(config.checkpoint_every, state.tokens, size):
+            save()
+
+
+def crossed(every: int, tokens: int, size: int) -> bool:
+    """Whether the last update of `size` tokens reached another multiple of `every`; 0 is off."""
+    return bool(every) and tokens // every > (tokens - size) // every
 
 
 def progress_line(config: RunConfig, state: State, clock: Clock) -> str:
@@ -149,9 +361,19 @@ def progress_line(config: RunConfig, state: State, clock: Clock) -> str:
             f"{rate:,.0f} tokens/s · {int(left) // 60}:{int(left) % 60:02d} left")
 
 
+def silent() -> Logger:
+    """The log of a process that is not the first."""
+    logger = getLogger("run.silent")
+    logger.addHandler(NullHandler())
+    logger.propagate = False
+    return logger
+
+
 def main(arguments: Sequence[str]) -> None:
     """Train one arm; print its run directory last."""
-    print(train(read_arguments(RunConfig, arguments)).path)
+    run = train(read_arguments(RunConfig, arguments))
+    if Ranks.join().first:
+        print(run.path)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,12 @@ SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(ki
 FLOORS = {
     0: ["__init__", "check"],
     1: ["rules", "schedule", "stats"],
-    2: ["clock", "config", "model"],
-    3: ["corpus", "machine", "runs", "state", "stream"],
-    4: ["prepare", "step"],
-    5: ["train"],
-    6: ["execute", "plots", "report", "study", "sweep"],
+    2: ["clock", "config", "interrupt", "model", "ranks"],
+    3: ["corpus", "machine", "plan", "runs", "state", "stream"],
+    4: ["branch", "prepare", "step"],
+    5: ["checkpoint"],
+    6: ["train"],
+    7: ["execute", "plots", "report", "study", "sweep"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}

@@ -290,45 +290,6 @@ def test_weights_broken_by_the_last_update_are_diverged_too(tiny):
     assert run.meta["validation_loss"] is None
 
 
-def test_what_an_interrupted_run_left_is_kept(tiny, monkeypatch):
-    apply, calls = Learner.apply, []
-
-    def interrupt(*arguments):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        apply(*arguments)
-
-    monkeypatch.setattr(Learner, "apply", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny(), progress=quiet)
-    left, = Path(tiny().runs).iterdir()
-    assert json.loads((left / "run_meta.json").read_text())["status"] == "interrupted"
-    assert "KeyboardInterrupt" in (left / "run.log").read_text()
-    assert not Run(left).ended
-    run = train(tiny(), progress=quiet)
-    assert run.meta["status"] == "finished"
-    aside = run.path.with_name(f"{run.name}.stopped-1")
-    assert len((aside / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_a_run_in_the_hands_of_another_process_is_left_alone(tiny, tmp_path):
-    run = train(tiny(), progress=quiet)
-    (run.path / "run_meta.json").unlink()  # as it is while a run goes on
-    holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); "
-         "print('held', flush=True); sys.stdin.read()", str(run.path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"held\n"
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(BadInput, match="is being trained by another process"):
-        train(tiny(), progress=quiet)
-    assert sorted(tmp_path.rglob("*")) == before
-    holder.kill()
-    holder.wait()
-    assert train(tiny(), progress=quiet).meta["status"] == "finished"
-
-
 def test_warnings_and_tracebacks_reach_the_log(tiny, monkeypatch):
     import warnings
 
@@ -354,8 +315,6 @@ def test_loading_many_runs(tiny):
     assert set(runs.arm) == {"constant 384", "dividers 12,4,1 of 384"}
     assert runs.setting.nunique() == 1
     train(tiny(seed=0, beta2=0.9), progress=quiet)
-    (made[0].path.with_name("x.stopped-1")).mkdir()
-    (made[0].path.with_name("x.stopped-1") / "run_meta.json").write_text((made[0].path / "run_meta.json").read_text())
     again, _ = load_runs(tiny().runs)
     assert (len(again), again.setting.nunique()) == (5, 2)
     assert len(updates) == runs.steps.sum()

@@ -90,7 +90,7 @@ def write(run: Run, learner: Learner, state: State, readings: dict, stream: dict
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{state.tokens:015d}-{sha256(data).hexdigest()[:DIGITS]}.safetensors", data)
     if not kept:
-        for old in sorted(folder.glob("*.safetensors"))[:-ROLLING]:
+        for old in sorted(path for path in written(run) if path.parent == folder)[:-ROLLING]:
             old.unlink()
 
 
@@ -113,7 +113,8 @@ def read(path: Path) -> Checkpoint:
 
 def written(run: Run) -> list[Path]:
     """The checkpoints of a run, kept ones too, from the last to the first."""
-    return sorted((run.path / "checkpoints").glob("**/*.safetensors"), key=lambda path: path.name, reverse=True)
+    found = (run.path / "checkpoints").glob(f"**/{'[0-9]' * 15}-*.safetensors")
+    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def tokens_of(path: Path) -> int:

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import difflib
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from nbconvert import HTMLExporter
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
+from traitlets import Float
 
 from lib.check import BadInput, require
 from lib.config import ROOT, command, convert, read_yaml
@@ -89,6 +91,9 @@ def read_scale(scale: str) -> dict[str, dict]:
 class OwnKernel(AsyncKernelManager):
     """A kernel of the interpreter that runs this file, whatever the kernelspecs installed for the user say."""
 
+    # Ctrl-C and SIGTERM interrupt the kernel, whose run stops at its next update; a large one takes minutes.
+    shutdown_wait_time = Float(600.0)
+
     @property
     def kernel_spec(self) -> KernelSpec:
         return KernelSpec(**get_kernel_dict(["--log-level=CRITICAL"]))
@@ -138,7 +143,7 @@ def execute(name: str, scale: str, values: dict) -> tuple[Path, Path]:
             raise BadInput(f"{Path('params', scale, name)}.yaml: {error.evalue}") from None
         if running.exists():
             running.replace(failed)
-        reason = str(error) or "interrupted"
+        reason = str(error) or "interrupted; the same command goes on from here"
         if isinstance(error, PapermillExecutionError):
             reason = f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
         sys.exit(f"error: {name}, {reason}\n    what it did until then: {failed}")
@@ -210,4 +215,5 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as with Ctrl-C, which shuts the kernel down
     command(main)

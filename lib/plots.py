@@ -149,9 +149,8 @@ def curves(runs: pd.DataFrame, updates: pd.DataFrame, x: str = "tokens", title: 
             axes.fill_between(across, np.min(losses, 0), np.max(losses, 0), color=colour(arm), alpha=0.2, lw=0)
         axes.plot(across, loss, color=colour(arm), ls=line_style(arm), label=label, zorder=3, mec="white",
                   marker=marker or ("o" if finite.sum() == 1 else ""), markevery=(i % 4, max(len(loss) // 5, 1)))
-        diverged = int((members["status"] == "diverged").sum())
         label = f"{MARKERS.get(marker, '')} {label}".strip()
-        label += f" ({diverged} of {len(members)} diverged)" if diverged else ""
+        label += f" (of {len(members)}: {lost})" if (lost := stats.unfinished(members)) else ""
         if not finite.any():
             ends.append((0, axes.get_ylim()[1], label, colour(arm)))
         else:

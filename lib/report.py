@@ -33,9 +33,9 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame as text for readers: columns in words with units, means with their sd, arms as the rows' names."""
     shown = pd.DataFrame(index=frame.index)
     for name, (words, form) in COLUMNS.items():
-        if name not in frame or (name == "unfinished" and not frame[name].any()):
+        if name not in frame or (name == "unfinished" and not any(frame[name])):
             continue
-        shown[words] = [form.format(value) if pd.notna(value) else "–" for value in frame[name]]
+        shown[words] = [form.format(value) if pd.notna(value) and value != "" else "–" for value in frame[name]]
         if f"{name}_sd" in frame:
             shown[words] += [f" ± {form.format(sd)}" if pd.notna(sd) else "" for sd in frame[f"{name}_sd"]]
     return shown.set_index([name for name in ("budget in", "arm") if name in shown])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from lib.check import BadInput, require
@@ -24,6 +25,7 @@ OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of the
 COLUMNS = ["run", "arm", "base_tokens_per_step", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind",
            "budget", "clock", "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens",
            "elapsed_seconds", "tokens_per_second", "final_lr", "clipped_share", "stages", "setting", "environment"]
+LOSSES = ["validation_loss", "validation_bits_per_byte", "train_loss"]
 # What may differ between the runs of one comparison; everything else is its setting.
 OF_AN_ARM = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "lr", "seed", "data_seed", "token_budget",
              "time_budget", "clock", "small_tokens_per_step", "switch_at"}
@@ -68,7 +70,8 @@ class Run:
     def hold(self, progress: Callable[[str], object]) -> Iterator[None]:
         """Hold the directory, which is made where it is missing; wait for another process that trains this run.
 
-        The lock ends with the process, however that ends. Raises BadInput where the folder of runs cannot be written.
+        The lock ends with the process, however that ends. Raises BadInput where the folder of runs cannot be written,
+        and for a directory with links, which would lead writing out of it.
         """
         make_folder(self.path)
         lock = os.open(self.path, os.O_RDONLY)
@@ -78,6 +81,8 @@ class Run:
             except BlockingIOError:
                 progress(f"{self}: is being trained by another process, waiting for it")
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            linked = next((path for path in [self.path, *self.path.rglob("*")] if path.is_symlink()), None)
+            require(linked is None, "run", str(self), f"must hold files of its own; {linked} is a link")
             yield
         finally:
             os.close(lock)
@@ -229,18 +234,23 @@ def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def frame(runs: list[Run]) -> pd.DataFrame:
-    """A row a run: what its metadata says in one line."""
-    rows = []
-    for run in runs:
-        meta, config = run.meta, read_json(run.path / "config.json")
-        setting = {name: value for name, value in decisive(run.config).items() if name not in OF_AN_ARM}
+    """A row a run: what its metadata says in one line. Raises BadInput for a run whose metadata is not whole."""
+    table = pd.DataFrame([in_a_row(run) for run in runs], columns=COLUMNS)
+    return table.astype(dict.fromkeys(LOSSES, float))
+
+
+def in_a_row(run: Run) -> dict:
+    """Configuration and metadata of a run, flat. The arm's name is made anew: a file's words reach no report."""
+    config, meta = run.config, run.meta
+    try:
+        setting = {name: value for name, value in decisive(config).items() if name not in OF_AN_ARM}
         setting |= {"stream": meta["stream"]["sha256"], "parameters": meta["parameters"], "parent": meta.get("parent")}
-        rows.append(config | meta | {"run": run.name, "base_tokens_per_step": config["tokens_per_step"],
-                                     "budget_kind": meta["budget"]["kind"], "budget": meta["budget"]["value"],
-                                     "setting": digest(setting)})
-    table = pd.DataFrame(rows, columns=COLUMNS)
-    losses = ["validation_loss", "validation_bits_per_byte", "train_loss"]
-    return table.astype(dict.fromkeys(losses, float))
+        return asdict(config) | meta | {name: meta[name] and float(meta[name]) for name in LOSSES} | {
+            "run": run.name, "arm": config.arm, "base_tokens_per_step": config.tokens_per_step,
+            "budget_kind": meta["budget"]["kind"], "budget": meta["budget"]["value"], "setting": digest(setting)}
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise BadInput(f"run = {str(run)!r}: must have a whole run_meta.json ({what})") from None
 
 
 def updates(runs: list[Run]) -> pd.DataFrame:
@@ -258,6 +268,9 @@ def load_model(run: Run | str | Path) -> MiniGPT:
     """The trained model of a run, in float32 on the CPU."""
     folder = (run.path if isinstance(run, Run) else under_root(run)) / "model"
     require(folder.is_dir(), "run", str(run), "holds no trained model")
-    model = MiniGPT(ModelConfig(**read_json(folder / "config.json")))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    try:
+        model = MiniGPT(ModelConfig(**read_json(folder / "config.json")))
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, TypeError, RuntimeError) as error:
+        raise BadInput(f"run = {str(run)!r}: holds no whole model ({' '.join(str(error).split())})") from None
     return model

@@ -22,6 +22,12 @@ def completed(runs: pd.DataFrame, on: str = "validation_loss") -> pd.Series:
     return (runs["status"] == "finished") & np.isfinite(runs[on].astype(float))
 
 
+def unfinished(runs: pd.DataFrame) -> str:
+    """How many runs ended otherwise than finished, and how: "2 diverged, 1 out of memory"; empty where none did."""
+    counts = runs["status"][runs["status"] != "finished"].value_counts(sort=False)
+    return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
+
+
 def losses(runs: pd.DataFrame, on: str = "validation_loss") -> pd.Series:
     """`on` of one arm's runs by seed, as `compare` takes it; NaN where the run did not finish."""
     return runs.set_index("seed")[on].where(completed(runs, on).to_numpy())
@@ -30,7 +36,7 @@ def losses(runs: pd.DataFrame, on: str = "validation_loss") -> pd.Series:
 def summary(runs: pd.DataFrame, by: Sequence[str] = ("budget_kind", "arm", "lr")) -> pd.DataFrame:
     """One row a group, in order of appearance: mean and sd (n − 1) of the losses, means of steps, tokens and time.
 
-    `n` counts the runs averaged: finished, with a finite loss. `unfinished` counts those that diverged or ended early,
+    `n` counts the runs averaged: finished, with a finite loss. `unfinished` says how many diverged, or ended otherwise,
     so that a mean over survivors is seen to be one.
     """
     by, rows = list(by), []
@@ -39,7 +45,7 @@ def summary(runs: pd.DataFrame, by: Sequence[str] = ("budget_kind", "arm", "lr")
         row = dict(zip(by, key, strict=True))
         for name in LOSSES:
             row |= {name: done[name].mean(), f"{name}_sd": done[name].std()}
-        row |= {"n": len(done), "unfinished": int((group["status"] != "finished").sum())}
+        row |= {"n": len(done), "unfinished": unfinished(group)}
         rows.append(row | {name: done[name].mean() for name in MEANS})
     return pd.DataFrame(rows)
 
@@ -164,7 +170,7 @@ def best(runs: pd.DataFrame, within: Sequence[str] = ("arm",), choose: str = "lr
         winner = scores.idxmin() if scores.notna().any() else nan
         rows.append(dict(zip(within, key, strict=True)) | {
             choose: winner, on: scores.min(), "at_edge": winner not in scores.index[1:-1], "tried": len(scores),
-            "unfinished": int(scores.isna().sum())})
+            "unfinished": unfinished(group)})
     return pd.DataFrame(rows)
 
 

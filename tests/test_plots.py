@@ -129,7 +129,7 @@ def test_curves(x):
     tried = frames(lrs=(5e-4, 1e-3, 2e-3), seeds=(0, 1), diverged=[("dividers 12,4,1 of 12,288", 2e-3, 0)])
     figure = check(plots.curves(*tried, x=x))
     labels = {text.get_text() for text in figure.axes[0].texts}
-    assert "◆ dividers 12,4,1 of 12,288, lr 0.002 (1 of 2 diverged)" in labels
+    assert "◆ dividers 12,4,1 of 12,288, lr 0.002 (of 2: 1 diverged)" in labels
     low, high = figure.axes[0].get_ylim()
     assert 3 < low < 4 < high < 7  # the fall from 9 nat does not press the rest flat
     updates["elapsed"] *= 100

@@ -27,7 +27,7 @@ def test_what_failed_is_seen_and_a_missing_number_is_a_dash():
     failed = runs()
     failed.loc[failed.arm == "constant 1,024", ["status", "validation_loss"]] = ["diverged", np.nan]
     shown = report.table(summary(failed))
-    assert shown["unfinished"].tolist() == ["3", "0"]
+    assert shown["unfinished"].tolist() == ["3 diverged", "–"]
     assert shown["validation loss, nat"].iloc[0] == "–"
 
 

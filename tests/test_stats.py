@@ -169,8 +169,8 @@ def test_summary_counts_what_diverged():
     table = summary(runs)
     assert len(table) == 6
     diverged, skipped, clean = table.iloc[0], table.iloc[1], table.iloc[2]
-    assert (diverged["n"], diverged["unfinished"], diverged["validation_loss"]) == (2, 1, pytest.approx(3.315))
-    assert (skipped["n"], skipped["unfinished"]) == (2, 0)
+    assert (diverged["n"], diverged["unfinished"], diverged["validation_loss"]) == (2, "1 diverged", pytest.approx(3.315))
+    assert (skipped["n"], skipped["unfinished"]) == (2, "")
     assert (clean["n"], clean["validation_loss_sd"]) == (3, pytest.approx(0.01))
     assert (clean["steps"], clean["tokens_per_second"], clean["final_lr"]) == (10, 500, pytest.approx(1e-4))
 
@@ -198,7 +198,9 @@ def test_a_diverged_value_never_wins_but_was_tried():
     assert table["at_edge"].all()
     failed = some_runs(_3=("validation_loss", float("-inf")))  # the best value
     table = best(failed).set_index("arm").loc["constant 1,024"]
-    assert (table["lr"], table["at_edge"], table["tried"], table["unfinished"]) == (1e-3, True, 3, 1)
+    assert (table["lr"], table["at_edge"], table["tried"]) == (1e-3, True, 3)
+    failed = some_runs(_3=("status", "out_of_memory"), _4=("status", "diverged"), _5=("status", "diverged"))
+    assert best(failed).set_index("arm").loc["constant 1,024", "unfinished"] == "1 out of memory, 2 diverged"
     assert best(some_runs().assign(status="diverged"))["lr"].isna().all()
 
 

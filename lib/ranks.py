@@ -54,13 +54,13 @@ class Ranks:
             raise box[0]
         return box[0]
 
-    def agree(self, position: float, asked: bool) -> tuple[float, bool]:
-        """The first process's position, and whether any was asked to stop."""
+    def agree(self, asked: bool, *readings: float) -> tuple:
+        """Whether any process was asked to stop, and the readings of the first: one decision for all."""
         if self.size == 1:
-            return position, asked
-        both = torch.tensor([position if self.first else float("-inf"), float(asked)], dtype=torch.float64)
-        both = self._reduced(both, distributed.ReduceOp.MAX)
-        return both[0].item(), bool(both[1])
+            return asked, *readings
+        mine = readings if self.first else [float("-inf")] * len(readings)
+        values = self._reduced(torch.tensor([asked, *mine], dtype=torch.float64), distributed.ReduceOp.MAX).tolist()
+        return bool(values[0]), *values[1:]
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over all processes."""

@@ -104,6 +104,8 @@ class Run:
             other = next((k for k in sorted({*found, *wanted}) if found.get(k) != wanted.get(k)), None)
             require(other is None, "run", str(self), f"holds another configuration, {other} = {found.get(other)!r}; "
                     "move it away")
+        for torn in self.path.rglob(".*.partial"):  # of a process that was killed while it wrote
+            torn.unlink()
         write_json(self.path / "config.json", asdict(config))
         write_whole(self.path / "metrics.jsonl", rows)
 

@@ -82,6 +82,8 @@ def plan(configs: Iterable[RunConfig]) -> list[Node]:
 def picture(nodes: list[Node]) -> str:
     """The plan in words: what there is to train and what is saved; common pasts as trees."""
     todo = [node for node in nodes if not node.ended]
+    if not todo:
+        return f"{len(nodes)} runs, all of them reused"
     saved = sum(min(node.shared, node.tokens) for node in todo)
     lines = [f"{len(nodes)} runs, {len(nodes) - len(todo)} of them reused; "
              f"{sum(node.to_train for node in todo):,} tokens to train, {saved:,} saved by common pasts"]
@@ -170,18 +172,19 @@ def hand_out(todo: list[Node], pool: Executor, slots: int, report: Callable[[str
 
 
 def work(config: RunConfig, costs: Costs | None, keep: set[int], past: tuple[str, int] | None, slots: int) -> str:
-    """Train one run in a process that has its share of the machine's threads; returns the run's directory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // slots))
+    """Train one run in a process that shares its machine with so many, 0 if unknown; returns the run's directory."""
+    if slots:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // slots))
     donor = past and (Run(Path(past[0])), past[1])
     return str(train(config, lambda line: None, keep=keep, past=donor, costs=costs).path)
 
 
 @contextmanager
 def workers(executor: str | Executor) -> Iterator[tuple[Executor | None, int]]:
-    """The pool that this parameter names, and how many runs share a machine there; None for this process."""
+    """The pool that this parameter names, None for this process, and how many runs share a machine there."""
     if isinstance(executor, Executor):
-        yield executor, getattr(executor, "_max_workers", 1)
+        yield executor, 0
         return
     kind, _, where = executor.partition(":")
     if executor == "serial":

@@ -202,6 +202,8 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
             status, results["device_token_capacity"] = "out_of_memory", config.device_token_capacity
             state.leave("out of memory")
             log.info(f"out of memory with device_token_capacity {config.device_token_capacity:,}")
+            if ranks.size > 1:  # the others wait for this one, until torchrun ends them
+                raise
         except KeyboardInterrupt:
             status = "interrupted"
             raise
@@ -290,7 +292,8 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         learner.warm_up(stream.read(0, config.device_token_capacity))
         clock.start()
     while True:
-        position, asked = ranks.agree(state.tokens if plan.by_tokens else clock.elapsed, stop.asked)
+        position = state.tokens if plan.by_tokens else clock.elapsed
+        asked, position, clock.pace = ranks.agree(stop.asked, position, clock.pace)
         if asked or state.tokens >= (until or inf):
             save()
             state.leave("interrupted")

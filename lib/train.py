@@ -8,7 +8,7 @@ import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from logging import Logger, NullHandler, getLogger
 from math import inf, isfinite
@@ -17,16 +17,15 @@ from pathlib import Path
 import torch
 
 from lib import branch, checkpoint
-from lib.branch import Branch
+from lib.begin import Start, Task, has_read, opening, start, take_over
 from lib.check import Unwritten, require
-from lib.checkpoint import Checkpoint
 from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
 from lib.interrupt import Interrupt
 from lib.machine import environment, pick_device
-from lib.plan import Plan, common_past
+from lib.plan import Plan
 from lib.ranks import Ranks
-from lib.runs import Run, load_model
+from lib.runs import Run
 from lib.state import State, metadata
 from lib.step import Learner, calibrate, out_of_memory
 from lib.stream import PackedStream
@@ -34,17 +33,6 @@ from lib.stream import PackedStream
 PROGRESS_SECONDS = 15  # between two lines of a long run
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}  # by the disk
 SMALLEST_SCALE = 2.0**-10  # of fp16's loss: below it the gradient itself is not finite
-
-
-@dataclass(frozen=True)
-class Task:
-    """A configuration held against its stream, device and parent."""
-
-    config: RunConfig  # seeds and device resolved
-    stream: PackedStream
-    costs: Costs | None  # of the modelled clock
-    branch: Branch | None
-    run: Run
 
 
 def resolve(config: RunConfig, costs: Costs | None = None) -> Task:
@@ -94,7 +82,7 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
         if ranks.share(lambda: run.ended):
             say(f"{run}: ended before, reused")
         else:
-            begin = Start(*ranks.share(lambda: start(task, past, say)))
+            begin = ranks.share(lambda: start(task, past, say))
             if begin.kind == "repeat":
                 begin = repeat(task, ranks, say)
             try:
@@ -107,37 +95,6 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
     if stop.asked:
         raise KeyboardInterrupt
     return run
-
-
-@dataclass
-class Start:
-    """Where a run begins: at a checkpoint of its own, of a run with the same past, or of its parent; or at nothing.
-
-    `repeat` is a branch whose parent keeps no checkpoint there.
-    """
-
-    kind: str  # continued, past, branch, repeat or scratch
-    path: Path | None = None
-
-
-def start(task: Task, past: tuple[Run, int] | None, say: Callable[[str], object]) -> tuple:
-    """Where to begin, as the arguments of Start. Raises BadInput for damaged checkpoints."""
-    if own := checkpoint.latest(task.run, say):
-        return "continued", own.path
-    if past and (found := checkpoint.kept_at(*past)) and found.tokens == past[1]:
-        return "past", found.path
-    if task.branch is None:
-        return "scratch", None
-    parent, tokens = task.branch.parent, task.branch.tokens
-    if task.branch.weights_only and task.config.branch_at == 0:
-        return "branch", None
-    if found := checkpoint.kept_at(parent, tokens):
-        require(task.branch.weights_only or found.facts["stream"]["sha256"] == task.stream.sha256, "stream",
-                task.config.stream, "must be the parent's, for a branch with its full state")
-        return "branch", found.path
-    require(parent.config.token_budget is not None or parent.config.clock == "modelled", "branch_at", tokens,
-            f"must be a checkpoint of {parent}: on the measured clock its past cannot be repeated")
-    return "repeat", None
 
 
 def repeat(task: Task, ranks: Ranks, say: Callable[[str], object]) -> Start:
@@ -219,58 +176,6 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
                 } | results)
 
 
-def take_over(task: Task, kind: str, found: Checkpoint | None, learner: Learner, clock: Clock) -> State:
-    """Put the learner and the clock where the run begins, and return the counts."""
-    config, left = task.config, task.branch
-    if kind == "continued":
-        return found.restore(learner, clock)
-    if kind == "past":
-        state = found.restore(learner, clock)
-        state.attempts, state.past = [], {"run": found.facts["run"], "tokens": found.tokens}
-        return state
-    if kind == "scratch":
-        return State()
-    if found is None:
-        meta = left.parent.meta
-        tokens, stream, before = meta["tokens"], meta["stream"], meta["parent"]
-        weights = load_model(left.parent).state_dict()
-    else:
-        tokens, stream, before = found.tokens, found.facts["stream"], found.facts["state"]["parent"]
-        weights = found.part("model")
-    reads_on = left.reads_on and stream["sha256"] == task.stream.sha256
-    if left.weights_only:
-        learner.model.load_state_dict(weights)
-        state = State(origin=stream["range"][1] if reads_on else 0)
-    else:
-        state = found.restore(learner, clock)
-        alone = replace(config, branch_from="", branch_at=0)
-        if common_past(alone, left.parent.config, task.costs) < tokens:
-            state.stages = []
-        state.attempts, state.began = [], tokens
-        if not reads_on:
-            state.origin = -tokens
-    state.parent = branch.taken_over(left, tokens, stream, before, has_read(task, state))
-    return state
-
-
-def has_read(task: Task, state: State) -> dict:
-    """What the run has read of its stream, as run_meta.json has it."""
-    return {"sha256": task.stream.sha256, "range": [state.origin + state.began, state.cursor],
-            "shuffle": {"data_seed": task.config.data_seed, "epochs": task.config.epochs}}
-
-
-def opening(task: Task, kind: str, state: State) -> str:
-    """The first line of an attempt."""
-    config = task.config
-    budget = f"{config.budget:,} tokens" if config.token_budget else f"{config.budget:g} s, {config.clock} clock"
-    where = {
-        "continued": f" · continued after update {state.steps:,}",
-        "past": state.past and f" · from {state.tokens:,} tokens of {state.past['run']}",
-        "branch": state.parent and f" · branched from {state.parent['run']} at {state.parent['tokens']:,} tokens",
-    }.get(kind, "")
-    return f"{config.arm} · lr {config.lr:g} · seed {config.seed} · {budget} · {task.run}{where}"
-
-
 def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock, stop: Interrupt,
          keep: frozenset[int], until: int | None, log: Logger) -> str:
     """Update until the budget or the stream is used up, the loss is not finite, or a stop is asked for.
@@ -335,8 +240,9 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         with clock.pause():
             if crossed(0 if config.skip_validation else config.eval_every, state.tokens, size):
                 nats, bits = learner.evaluate(stream, config.validation_tokens)
+                finite = isfinite(nats)
                 state.validation.append({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed,
-                                         "loss": nats, "bits_per_byte": bits})
+                                         "loss": nats if finite else None, "bits_per_byte": bits if finite else None})
                 log.debug(f"validation loss {nats:.4f} at {state.tokens:,} tokens")
             if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()

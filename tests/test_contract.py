@@ -39,8 +39,9 @@ FLOORS = {
     3: ["corpus", "machine", "plan", "runs", "state", "stream"],
     4: ["branch", "prepare", "step"],
     5: ["checkpoint"],
-    6: ["train"],
-    7: ["execute", "plots", "report", "study", "sweep"],
+    6: ["begin"],
+    7: ["train"],
+    8: ["execute", "plots", "report", "study", "sweep"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}

@@ -31,6 +31,28 @@ def test_the_experiments_own_examples(base, capacity, resolved):
     assert [stage.start for stage in config.stages()] == pytest.approx([0, 1 / 3, 2 / 3])
 
 
+def late_switch(small, large, at, **more):
+    return RunConfig(schedule="late_switch", small_tokens_per_step=small, tokens_per_step=large, switch_at=at,
+                     device_token_capacity=1024, token_budget=10**9, **more)
+
+
+def test_a_late_switch_as_published():
+    """1,024 to 2,560 sequences at 75 % of the tokens: Wang et al. (arXiv 2602.14208), here in rows of 1,024 tokens."""
+    config = late_switch(1024 * 1024, 2560 * 1024, 0.75, scaling_rule="none")
+    assert [(stage.start, stage.tokens_per_step) for stage in config.stages()] == [(0, 1024**2), (0.75, 2560 * 1024)]
+    assert config.arm == "switch 1,048,576 to 2,621,440 at 0.75"
+    scaled = late_switch(1024, 4096, 0.5, scaling_rule="sqrt-lr")
+    assert [scaled.hyperparameters(stage).lr_multiplier for stage in scaled.stages()] == [0.5, 1]
+
+
+@pytest.mark.parametrize(("small", "at", "said"), [
+    (0, 0.5, "small_tokens_per_step = 0"), (1000, 0.5, "small_tokens_per_step = 1000"), (1024, 0.0, "switch_at = 0.0"),
+    (1024, 1.0, "switch_at = 1.0")])
+def test_a_late_switch_that_cannot_be_is_refused(small, at, said):
+    with pytest.raises(BadInput, match=said):
+        late_switch(small, 4096, at)
+
+
 def test_updates_at_twenty_tokens_a_parameter():
     config = dividers(245_760, 20_480)
     assert config.token_budget // config.tokens_per_step == 2_558

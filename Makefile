@@ -1,11 +1,11 @@
-# make run · make test · make lab · make report SCALE=laptop
+# make run · make test · make lab · make report SCALE=laptop · make torture
 
 SCALE  ?= quick
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
 
-.PHONY: run test lab report lock
+.PHONY: run test lab report torture lock
 
 run: SCALE := quick
 run: report
@@ -16,6 +16,10 @@ report: $(READY)
 test: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pytest
+
+# Kills thirty runs anywhere and continues them; `tests/torture.py KILLS SEED` for others.
+torture: $(READY)
+	$(VENV)/bin/python tests/torture.py
 
 lab: $(READY)
 	$(VENV)/bin/jupyter lab notebooks

@@ -8,10 +8,10 @@ from lib import branch, checkpoint
 from lib.branch import Branch
 from lib.check import require
 from lib.checkpoint import Checkpoint
-from lib.clock import Clock, Costs
+from lib.clock import Costs
 from lib.config import RunConfig
 from lib.plan import common_past
-from lib.runs import Run, load_model
+from lib.runs import Run, load_model, read_json
 from lib.state import State
 from lib.step import Learner
 from lib.stream import PackedStream
@@ -21,7 +21,8 @@ from lib.stream import PackedStream
 class Task:
     """A configuration held against its stream, device and parent."""
 
-    config: RunConfig  # seeds and device resolved
+    asked: RunConfig  # with its device
+    config: RunConfig  # with its seeds too
     stream: PackedStream
     costs: Costs | None  # of the modelled clock
     branch: Branch | None
@@ -37,60 +38,77 @@ class Start:
 
     kind: str  # continued, past, branch, repeat or scratch
     path: Path | None = None  # of the checkpoint
+    damaged: tuple[Path, ...] = ()  # checkpoints after it
+
+
+def check(task: Task) -> None:
+    """Raise BadInput where the parent cannot be branched from."""
+    left, parent = task.branch, task.branch.parent
+    found = checkpoint.kept_at(parent, left.tokens)
+    if left.weights_only:
+        shape = read_json(parent.path / "model" / "config.json") or {}
+        known = found.tensors["model/embed_in.weight"].shape[0] if found else shape.get("vocab_size")
+        require(known in (None, task.stream.vocab_size), "stream", task.config.stream,
+                f"must have the vocabulary of the parent, {known} tokens, not {task.stream.vocab_size}")
+    else:
+        read = found.facts["stream"] if found else (parent.meta or {}).get("stream", {"sha256": task.stream.sha256})
+        require(read["sha256"] == task.stream.sha256, "stream", task.config.stream,
+                "must be the parent's, for a branch with its full state")
+    config = parent.config
+    measured = config.token_budget is None and config.clock == "measured"
+    require(found is not None or not measured or (left.weights_only and not task.config.branch_at), "branch_at",
+            left.tokens, f"must be a checkpoint of {parent}: on the measured clock its past cannot be repeated")
 
 
 def start(task: Task, past: tuple[Run, int] | None, say: Callable[[str], object]) -> Start:
-    """Where to begin. Raises BadInput where checkpoints are damaged, or do not fit."""
+    """Where to begin. Raises BadInput where all checkpoints of the run are damaged."""
     if own := checkpoint.latest(task.run, say):
-        return Start("continued", own.path)
+        return Start("continued", own.path, own.damaged)
     if past and (found := checkpoint.kept_at(*past)) and found.tokens == past[1]:
         return Start("past", found.path)
     if task.branch is None:
         return Start("scratch")
-    parent, tokens = task.branch.parent, task.branch.tokens
     if task.branch.weights_only and task.config.branch_at == 0:
         return Start("branch")
-    if found := checkpoint.kept_at(parent, tokens):
-        require(task.branch.weights_only or found.facts["stream"]["sha256"] == task.stream.sha256, "stream",
-                task.config.stream, "must be the parent's, for a branch with its full state")
-        return Start("branch", found.path)
-    require(parent.config.token_budget is not None or parent.config.clock == "modelled", "branch_at", tokens,
-            f"must be a checkpoint of {parent}: on the measured clock its past cannot be repeated")
-    return Start("repeat")
+    found = checkpoint.kept_at(task.branch.parent, task.branch.tokens)
+    return Start("branch", found.path) if found else Start("repeat")
 
 
-def take_over(task: Task, kind: str, found: Checkpoint | None, learner: Learner, clock: Clock) -> State:
-    """Put the learner and the clock where the run begins, and return the counts."""
+def counts(task: Task, kind: str, found: Checkpoint | None) -> State:
+    """The counts of the run where it begins."""
     config, left = task.config, task.branch
-    if kind == "continued":
-        return found.restore(learner, clock)
-    if kind == "past":
-        state = found.restore(learner, clock)
-        state.attempts, state.past = [], {"run": found.facts["run"], "tokens": found.tokens}
-        return state
     if kind == "scratch":
         return State()
+    if kind == "continued":
+        return found.state
+    if kind == "past":
+        return replace(found.state, attempts=[], past={"run": found.facts["run"], "tokens": found.tokens})
     if found is None:
         meta = left.parent.meta
-        tokens, stream, before = meta["tokens"], meta["stream"], meta["parent"]
-        weights = load_model(left.parent).state_dict()
+        tokens, read, before = meta["tokens"], meta["stream"], meta.get("parent")
     else:
-        tokens, stream, before = found.tokens, found.facts["stream"], found.facts["state"]["parent"]
-        weights = found.part("model")
-    reads_on = left.reads_on and stream["sha256"] == task.stream.sha256
+        tokens, read, before = found.tokens, found.facts["stream"], found.facts["state"]["parent"]
+    reads_on = left.reads_on and read["sha256"] == task.stream.sha256
     if left.weights_only:
-        learner.model.load_state_dict(weights)
-        state = State(origin=stream["range"][1] if reads_on else 0)
+        state = State(origin=read["range"][1] if reads_on else 0)
     else:
-        state = found.restore(learner, clock)
-        alone = replace(config, branch_from="", branch_at=0)
-        if common_past(alone, left.parent.config, task.costs) < tokens:
+        state = replace(found.state, attempts=[], past=None, began=tokens)
+        alone = {"branch_from": "", "branch_at": 0, "branch_weights_only": False, "seed": 0, "data_seed": 0}
+        both = [replace(each, **alone) for each in (config, left.parent.config)]
+        if common_past(*both, task.costs) < tokens:
             state.stages = []
-        state.attempts, state.began = [], tokens
         if not reads_on:
             state.origin = -tokens
-    state.parent = branch.taken_over(left, tokens, stream, before, has_read(task, state))
+    state.parent = branch.taken_over(left, tokens, read, before, has_read(task, state))
     return state
+
+
+def load(task: Task, kind: str, found: Checkpoint | None, learner: Learner) -> None:
+    """Put the learner where the run begins."""
+    if kind == "branch" and task.branch.weights_only:
+        learner.model.load_state_dict(found.part("model") if found else load_model(task.branch.parent).state_dict())
+    elif found:
+        found.restore(learner)
 
 
 def has_read(task: Task, state: State) -> dict:

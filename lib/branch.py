@@ -1,5 +1,6 @@
 """A run that begins where another one stood: what it takes over, and what of the stream it has seen by then."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,9 @@ def find(config: RunConfig) -> Branch | None:
     """
     if not config.branch_from:
         return None
+    path = under_root(config.branch_from, "branch_from")
     named = under_root(config.runs) / config.branch_from
-    parent = Run(named if named.is_dir() else under_root(config.branch_from, "branch_from"))
+    parent = Run(named if named.is_dir() else path)
     require((parent.path / "config.json").is_file(), "branch_from", config.branch_from,
             "must be the folder of a run, or its name in runs")
     for name in SAME:
@@ -59,27 +61,41 @@ def find(config: RunConfig) -> Branch | None:
 
 
 def data_seed(run: Run) -> int:
-    """The seed of the order it reads."""
+    """The seed of the order it reads: set, or its parent's, or that of its weights."""
     config = run.config
-    return config.seed if config.data_seed is None else config.data_seed
+    if config.data_seed is not None:
+        return config.data_seed
+    left = find(config)
+    return data_seed(left.parent) if left else config.seed
 
 
 def taken_over(branch: Branch, tokens: int, stream: dict, before: dict | None, mine: dict) -> dict:
     """What run_meta.json says of the parent.
 
     `stream` is what the parent says it read up to these tokens, `before` what it says of its own parent, and `mine`
-    what the branch is about to read. `reread` spans the tokens of the branch that ancestors have read in this order;
-    `seen` counts what they have read of the stream at all, which another order meets again by chance.
+    what the branch is about to read. `reread` lists spans of the branch's tokens that ancestors have read in this
+    order; `seen` counts what they have read of the stream at all, which another order meets again by chance.
     """
     reads = [*(before or {}).get("reads", []), stream]
-    begin = 0 if branch.weights_only else tokens
-    end = position = mine["range"][0]
-    for read in sorted(reads, key=lambda read: read["range"][0]):
-        if order(read) == order(mine) and read["range"][0] <= end:
-            end = max(end, read["range"][1])
+    shift = (0 if branch.weights_only else tokens) - mine["range"][0]
+    spans = [(max(read["range"][0], mine["range"][0]) + shift, read["range"][1] + shift) for read in reads
+             if order(read) == order(mine) and read["range"][1] > mine["range"][0]]
+    if not branch.weights_only:  # what the rows taken over have read again
+        spans += (before or {}).get("reread", [])
     seen = sum(read["range"][1] - read["range"][0] for read in reads if read["sha256"] == mine["sha256"])
     return {"run": branch.parent.name, "tokens": tokens, "weights_only": branch.weights_only, "reads": reads,
-            "reread": [begin, begin + end - position], "seen": seen}
+            "reread": merged(spans), "seen": seen}
+
+
+def merged(spans: Iterable[Sequence[int]]) -> list[list[int]]:
+    """The same spans in order, where they touch or overlap as one."""
+    result = []
+    for first, last in sorted(map(tuple, spans)):
+        if result and first <= result[-1][1]:
+            result[-1][1] = max(last, result[-1][1])
+        else:
+            result.append([first, last])
+    return result
 
 
 def order(read: dict) -> tuple[str, int]:
@@ -87,6 +103,6 @@ def order(read: dict) -> tuple[str, int]:
     return read["sha256"], read["shuffle"]["data_seed"]
 
 
-def past_folder(run: Run) -> Path:
-    """Where pasts that a run has not kept are trained again."""
-    return run.path.parent / "pasts"
+def past_folder(branch: Branch) -> Path:
+    """Where a past that the parent has not kept is trained again: a folder for each place to leave it at."""
+    return branch.parent.path.parent / "pasts" / str(branch.tokens)

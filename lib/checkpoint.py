@@ -5,7 +5,8 @@ generators, and, as bytes, the rows logged so far and the counts as JSON.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lib.check import BadInput
-from lib.clock import Clock
+from lib.check import BadInput, require
 from lib.runs import Run, write_whole
 from lib.state import State
 from lib.step import Learner
@@ -33,6 +33,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     facts: dict
     rows: bytes  # of metrics.jsonl
+    damaged: tuple[Path, ...] = ()  # those after it that are not whole
 
     @property
     def tokens(self) -> int:
@@ -48,8 +49,14 @@ class Checkpoint:
         return {key.removeprefix(f"{name}/"): tensor for key, tensor in self.tensors.items()
                 if key.startswith(f"{name}/")}
 
-    def restore(self, learner: Learner, clock: Clock) -> State:
-        """Put the learner and the clock where they were, and return the counts."""
+    @property
+    def state(self) -> State:
+        """The counts."""
+        losses = [(row["tokens_per_step"], row["loss"]) for row in map(json.loads, self.rows.splitlines())]
+        return State(losses=losses, **self.facts["state"])
+
+    def restore(self, learner: Learner) -> None:
+        """Put the learner, and the random generators, where they were."""
         learner.model.load_state_dict(self.part("model"))
         moments = {}
         for key, tensor in self.part("optimizer").items():
@@ -64,9 +71,6 @@ class Checkpoint:
                 torch.set_rng_state(value)
             elif learner.device.type == device:
                 torch.get_device_module(device).set_rng_state(value, learner.device)
-        clock.set(self.facts["clock"])
-        losses = [(row["tokens_per_step"], row["loss"]) for row in map(json.loads, self.rows.splitlines())]
-        return State(losses=losses, **self.facts["state"])
 
 
 def write(run: Run, learner: Learner, state: State, readings: dict, stream: dict, kept: bool = False) -> None:
@@ -122,7 +126,7 @@ def tokens_of(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def latest(run: Run, say) -> Checkpoint | None:
+def latest(run: Run, say: Callable[[str], object]) -> Checkpoint | None:
     """The last checkpoint that is whole; None where the run has written none.
 
     Says which ones are damaged, and raises BadInput where all are.
@@ -131,17 +135,14 @@ def latest(run: Run, say) -> Checkpoint | None:
     for path in written(run):
         try:
             found = read(path)
+            require(found.facts["run"] == run.name, "checkpoint", str(path), "is of another run")
+            return replace(found, damaged=tuple(bad))
         except BadInput as error:
             say(f"{error}; falling back to the one before it")
             bad.append(path)
-            continue
-        for path in bad:  # out of the way of the last two
-            path.rename(path.with_suffix(".damaged"))
-        return found
-    names = ", ".join(path.name for path in bad)
     if bad:
-        raise BadInput(f"run = {run.name!r}: cannot be continued, its checkpoints are damaged ({names}); "
-                       f"move {run} away to train it from the beginning")
+        raise BadInput(f"run = {run.name!r}: cannot be continued, its checkpoints are damaged "
+                       f"({', '.join(path.name for path in bad)}); move {run} away to train it from the beginning")
     return None
 
 

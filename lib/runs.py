@@ -1,5 +1,6 @@
 """The run directory: configuration, log, metrics, metadata and trained model; many of them as data frames."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from lib.check import BadInput, require
+from lib.check import BadInput, Unwritten, require
 from lib.config import ROOT, RunConfig, build, under_root
 from lib.model import MiniGPT, ModelConfig
 
@@ -25,6 +26,7 @@ OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of the
 COLUMNS = ["run", "arm", "base_tokens_per_step", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind",
            "budget", "clock", "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens",
            "elapsed_seconds", "tokens_per_second", "final_lr", "clipped_share", "stages", "setting", "environment"]
+REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}  # by the disk
 LOSSES = ["validation_loss", "validation_bits_per_byte", "train_loss"]
 # What may differ between the runs of one comparison; everything else is its setting.
 OF_AN_ARM = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "lr", "seed", "data_seed", "token_budget",
@@ -94,16 +96,16 @@ class Run:
         require(isinstance(values, dict), "run", str(self), "must hold a whole config.json")
         return build(RunConfig, values)
 
-    def open(self, config: RunConfig, rows: bytes) -> None:
-        """Begin or continue: write config.json, or hold the one there is against `config`; log after these rows.
-
-        Raises BadInput where the directory is another configuration's.
-        """
+    def check(self, config: RunConfig) -> None:
+        """Raise BadInput where the directory holds another configuration than this."""
         if (self.path / "config.json").exists():
             found, wanted = decisive(self.config), decisive(config)
             other = next((k for k in sorted({*found, *wanted}) if found.get(k) != wanted.get(k)), None)
             require(other is None, "run", str(self), f"holds another configuration, {other} = {found.get(other)!r}; "
                     "move it away")
+
+    def open(self, config: RunConfig, rows: bytes) -> None:
+        """Begin or continue: write config.json, and log after these rows."""
         for torn in self.path.rglob(".*.partial"):  # of a process that was killed while it wrote
             torn.unlink()
         write_json(self.path / "config.json", asdict(config))
@@ -201,7 +203,7 @@ def read_json(path: Path) -> dict | list | None:
     """What the file holds; None where it is not there or not whole."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
@@ -225,6 +227,18 @@ def write_whole(path: Path, data: bytes) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+
+
+@contextmanager
+def unwritten(what: object) -> Iterator[None]:
+    """Raise Unwritten, in one line about `what`, where the disk refuses to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        reason = f"{what}: {error.strerror}; what is there stays, and is continued when asked for again"
+        raise Unwritten(reason) from None
 
 
 def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -256,13 +270,14 @@ def in_a_row(run: Run) -> dict:
 
 
 def updates(runs: list[Run]) -> pd.DataFrame:
-    """A row an update of every run, but of a prefix that an ancestor had read: its loss is not that of unseen text."""
+    """A row an update of every run, but of what an ancestor had read: its loss is not that of unseen text."""
     tables = []
     for run in runs:
-        first, last = (run.meta.get("parent") or {}).get("reread", (0, 0))
         table = run.metrics().assign(run=run.name)
+        for first, last in (run.meta.get("parent") or {}).get("reread", []) if len(table) else []:
+            table = table[(table["tokens"] <= first) | (table["tokens"] - table["tokens_per_step"] >= last)]
         if len(table):
-            tables.append(table[(table["tokens"] <= first) | (table["tokens"] - table["tokens_per_step"] >= last)])
+            tables.append(table)
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["run", "step", "tokens", "loss"])
 
 

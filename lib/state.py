@@ -50,15 +50,18 @@ class State:
         if self.stages:
             self.stages[-1]["ended"] = why
 
-    def count(self, size: int, loss: float, clipped: bool, skipped: bool, seconds: float) -> None:
-        """Add one update of `size` tokens to the stage that it began in."""
+    def count(self, size: int, loss: float, clipped: bool, skipped: bool, elapsed: float, seconds: float
+              ) -> None:
+        """Add one update of `size` tokens, which took `seconds`, to the stage that it began in."""
+        if not self.steps:
+            self.warmup_tokens, self.warmup_seconds = size, seconds
         self.steps += 1
         self.skipped += skipped
         self.tokens += size
         self.clipped += clipped
         self.losses.append((size, loss))
         stage = self.stages[-1]
-        stage.update(end_tokens=self.tokens, end_seconds=seconds, end_update=self.steps)
+        stage.update(end_tokens=self.tokens, end_seconds=elapsed, end_update=self.steps)
         stage["updates"] += not skipped
         stage["clipped"] += clipped
 
@@ -83,14 +86,14 @@ def describe(config: RunConfig, stage: Stage) -> dict:
     } | hyperparameters
 
 
-def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int) -> dict:
+def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int | None) -> dict:
     """The part of run_meta.json that follows from the configuration and the counts."""
     stages = [describe(config, planned) | (seen or NOTHING)
               for planned, seen in zip_longest(config.stages(), state.stages)]
     sizes = [stage["tokens_per_step"] for stage in stages]
     per_stage = (lambda values: values[0]) if config.schedule == "constant" else (lambda values: values)
     measured_tokens, by_tokens = state.tokens - state.warmup_tokens, config.token_budget is not None
-    rate = measured_tokens / clock.measured if measured_tokens else None
+    rate = measured_tokens / clock.measured if measured_tokens and clock.measured else None
     return {
         "arm": config.arm,
         "seed": config.seed,
@@ -113,7 +116,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         "overshoot_seconds": None if by_tokens else max(0.0, clock.elapsed - config.budget),
         "paused_seconds": clock.paused,
         "tokens_per_second": rate,
-        "model_flops_per_second": rate and rate * flops_per_token,
+        "model_flops_per_second": rate and flops_per_token and rate * flops_per_token,
         "flops_per_token": flops_per_token,
         "train_loss": state.train_loss,
         "validation_loss": None,

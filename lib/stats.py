@@ -186,12 +186,13 @@ def bins(updates: pd.DataFrame, width_tokens: float | None = None, edges: Sequen
     require(width_tokens is None or width_tokens > 0, "width_tokens", width_tokens, "must be positive")
     tables = []
     for run, log in updates.sort_values("step").groupby("run", sort=False):
-        ends = np.concatenate([log["tokens"].iloc[:1] - log["tokens_per_step"].iloc[:1], log["tokens"]]).astype(float)
+        sizes, ends = log["tokens_per_step"].to_numpy(float), log["tokens"].to_numpy(float)
+        places = np.column_stack([ends - sizes, ends]).ravel()  # what is left out between two updates counts nothing
         # The sum of losses up to a token is linear inside an update, so reading it at the edges splits updates exactly.
         loss = log["loss"].where(np.isfinite(log["loss"])).to_numpy(float)  # pandas' own cumsum would step over a NaN
-        total = np.concatenate([[0], np.cumsum(loss * np.diff(ends))])
+        total, count = (np.repeat(np.concatenate([[0], np.cumsum(x)]), 2)[1:-1] for x in (loss * sizes, sizes))
         cuts = np.arange(ends[-1] // width_tokens + 2) * width_tokens if edges is None else np.asarray(edges, float)
-        tokens, sums = np.diff(np.clip(cuts, ends[0], ends[-1])), np.diff(np.interp(cuts, ends, total))
+        tokens, sums = (np.diff(np.interp(cuts, places, x)) for x in (count, total))
         table = pd.DataFrame({"run": run, "start_tokens": cuts[:-1], "end_tokens": cuts[1:], "tokens": tokens})
         tables.append(table[tokens > 0].assign(loss=sums[tokens > 0] / tokens[tokens > 0]))
     return pd.concat(tables, ignore_index=True)

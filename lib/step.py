@@ -100,6 +100,11 @@ class Learner:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
+    def sound(self) -> bool:
+        """Whether every weight is finite."""
+        return bool(torch.stack([p.isfinite().all() for p in self.model.parameters()]).all())
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was given, so that time is measured right."""
         if self.device.type != "cpu":
@@ -150,7 +155,8 @@ def calibrate(config: RunConfig, vocab_size: int) -> Costs:
     record = under_root(config.runs) / "calibration" / f"{digest(key)}.json"
     if (known := read_json(record)) is None:
         make_folder(record.parent)
-        micro_batch, update = measure_step(replace(config, seed=0), vocab_size)
+        with torch.random.fork_rng():  # of a model that draws while it trains
+            micro_batch, update = measure_step(replace(config, seed=0), vocab_size)
         known = {"costs": {"micro_batch_seconds": micro_batch, "update_seconds": update}, "of": key,
                  "environment": environment(device)}
         write_json(record, known)

@@ -20,7 +20,7 @@ from lib.checkpoint import tokens_of, written
 from lib.clock import Costs
 from lib.config import RunConfig, under_root
 from lib.plan import common_past, updates
-from lib.runs import Run, make_folder, read_json, write_json
+from lib.runs import Run, make_folder, read_json, unwritten, write_json
 from lib.train import resolve, train
 
 UPDATE_SECONDS = 10  # between two updates of the line
@@ -70,7 +70,7 @@ def plan(configs: Iterable[RunConfig]) -> list[Node]:
         node.done = max(map(tokens_of, written(node.run)), default=0)
         for other in [*nodes.values()][:-1]:
             shared = common_past(node.resolved, other.resolved, node.costs)
-            if other.ended:  # what it kept is all there is
+            if other.ended or shared <= max(other.done, other.shared):  # what it kept is all there is
                 shared = max((tokens for tokens in map(tokens_of, written(other.run)) if tokens <= shared), default=0)
             if shared > max(node.shared, WORTH * node.tokens):
                 node.parent, node.shared = other, shared
@@ -114,7 +114,7 @@ def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "
     """
     configs = list(configs)
     record = sweep_record(configs[0].runs, title)
-    with workers(executor) as (pool, slots):
+    with workers(executor) as (pool, slots), unwritten(record.parent):
         nodes = plan(configs)
         todo, begin = [node for node in nodes if not node.ended], time.monotonic()
         print(f"{title}: {picture(nodes)}")
@@ -135,8 +135,8 @@ def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "
                 node.ended = True
         else:
             hand_out(todo, pool, slots, report)
-    make_folder(record.parent)
-    write_json(record, [node.run.name for node in nodes])
+        make_folder(record.parent)
+        write_json(record, [node.run.name for node in nodes])
     minutes = (time.monotonic() - begin) / 60
     show(f"{title}: {len(nodes)} done, {len(todo)} trained now in {minutes:.1f} min, the others reused")
     return [node.run for node in nodes]
@@ -162,13 +162,11 @@ def hand_out(todo: list[Node], pool: Executor, slots: int, report: Callable[[str
                 node.ended = True
                 ready += [other for other in todo if other.parent is node]
                 report(f"{node.run.name} done")
-    except BaseException as error:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in active_children():  # each stops at its next update, with a checkpoint
-            os.kill(process.pid, signal.SIGTERM)
-        if isinstance(error, BrokenExecutor):
-            raise BrokenExecutor("a worker died in the middle of a run; asked for again, the sweep goes on") from None
-        raise
+    except BrokenExecutor:
+        raise BrokenExecutor("a worker died in the middle of a run; asked for again, the sweep goes on") from None
+    finally:
+        for future in given:
+            future.cancel()
 
 
 def work(config: RunConfig, costs: Costs | None, keep: set[int], past: tuple[str, int] | None, slots: int) -> str:
@@ -189,10 +187,17 @@ def workers(executor: str | Executor) -> Iterator[tuple[Executor | None, int]]:
     kind, _, where = executor.partition(":")
     if executor == "serial":
         yield None, 1
-    elif kind == "processes" and where.isdigit() and int(where) > 0:
+    elif kind == "processes" and where.isascii() and where.isdigit() and int(where) > 0:
+        others = active_children()
         # A session of their own: Ctrl-C reaches this process alone, which then asks each of them to stop.
         with ProcessPoolExecutor(int(where), get_context("spawn"), os.setsid) as pool:
-            yield pool, int(where)
+            try:
+                yield pool, int(where)
+            except BaseException:
+                for process in active_children():  # each stops at its next update, with a checkpoint
+                    if process not in others:
+                        os.kill(process.pid, signal.SIGTERM)
+                raise
     elif kind == "dask" and where:
         try:
             from distributed import Client
@@ -203,11 +208,11 @@ def workers(executor: str | Executor) -> Iterator[tuple[Executor | None, int]]:
         except (OSError, ValueError) as error:
             raise BadInput(f"executor = {executor!r}: must be the address of a Dask scheduler ({error})") from None
         with client:
-            threads = Counter()
+            processes = Counter()
             for worker in client.scheduler_info(n_workers=-1)["workers"].values():
-                threads[worker["host"]] += worker["nthreads"]
-            require(bool(threads), "executor", executor, "must have a worker")
-            yield client.get_executor(), max(threads.values())
+                processes[worker["host"]] += 1  # one run at a time in each
+            require(bool(processes), "executor", executor, "must have a worker")
+            yield client.get_executor(), max(processes.values())
     else:
         raise BadInput(f"executor = {executor!r}: must be serial, processes:N or dask:ADDRESS")
 

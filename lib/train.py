@@ -4,7 +4,7 @@ The loop follows a plan of updates and knows nothing of arms. One warm-up update
 validation and checkpoints are outside it; stages change, and a run stops or is continued, between updates.
 """
 
-import errno
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -17,21 +17,21 @@ from pathlib import Path
 import torch
 
 from lib import branch, checkpoint
-from lib.begin import Start, Task, has_read, opening, start, take_over
-from lib.check import Unwritten, require
+from lib.begin import Start, Task, check, counts, has_read, load, opening, start
+from lib.check import require
 from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
 from lib.interrupt import Interrupt
 from lib.machine import environment, pick_device
 from lib.plan import Plan
 from lib.ranks import Ranks
-from lib.runs import Run
+from lib.runs import Run, unwritten
 from lib.state import State, metadata
 from lib.step import Learner, calibrate, out_of_memory
 from lib.stream import PackedStream
 
 PROGRESS_SECONDS = 15  # between two lines of a long run
-REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}  # by the disk
+ALONE = threading.RLock()  # one run at a time in a process: they would share its generators, threads and log
 SMALLEST_SCALE = 2.0**-10  # of fp16's loss: below it the gradient itself is not finite
 
 
@@ -42,8 +42,8 @@ def resolve(config: RunConfig, costs: Costs | None = None) -> Task:
     """
     left = branch.find(config)
     seed = config.seed if left is None else branch.data_seed(left.parent)
-    config = replace(config, device=str(pick_device(config.device)),
-                     data_seed=seed if config.data_seed is None else config.data_seed)
+    asked = replace(config, device=str(pick_device(config.device)))
+    config = replace(asked, data_seed=seed if config.data_seed is None else config.data_seed)
     stream = PackedStream(config.stream, config.seq_len, config.data_seed, config.epochs)
     first = config.stages()[0].tokens_per_step
     require(first <= stream.tokens, "stream", config.stream,
@@ -51,11 +51,19 @@ def resolve(config: RunConfig, costs: Costs | None = None) -> Task:
     held_out = stream.meta["validation_tokens"]
     require((config.validation_tokens or 0) <= held_out, "validation_tokens", config.validation_tokens,
             f"must not exceed the {held_out:,} of the stream; null takes them all")
-    if config.clock == "modelled" and costs is None:
-        costs = calibrate(config, stream.vocab_size)
-    facts = {"stream": stream.sha256, "costs": asdict(costs) if config.clock == "modelled" else None}
-    return Task(config, stream, costs if config.clock == "modelled" else None, left,
-                Run.of(config, facts | (left.facts if left else {})))
+    if config.clock == "measured":
+        costs = None
+    elif costs is None:
+        try:
+            costs = calibrate(config, stream.vocab_size)
+        except Exception as error:
+            if not out_of_memory(error):  # which the run comes to, too
+                raise
+    facts = {"stream": stream.sha256, "costs": costs and asdict(costs)} | (left.facts if left else {})
+    task = Task(asked, config, stream, costs, left, Run.of(config, facts))
+    if left and not task.run.ended and not checkpoint.written(task.run):
+        check(task)
+    return task
 
 
 def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep: Iterable[int] = (),
@@ -71,44 +79,47 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
     checkpoint, where it was interrupted.
     """
     ranks = Ranks.join()
-    if config.clock == "modelled" and ranks.size > 1:
-        costs = ranks.share(lambda: resolve(config, costs).costs)
-    task = resolve(config, costs)
-    for stage in task.config.stages():
-        ranks.check(stage.tokens_per_step, task.config.device_token_capacity)
+    for stage in config.stages():
+        ranks.check(stage.tokens_per_step, config.device_token_capacity)
+    with ALONE, unwritten(config.runs):
+        if config.clock == "modelled" and ranks.size > 1:
+            costs = ranks.share(lambda: resolve(config, costs).costs)
+        task = resolve(config, costs)
     run, say = task.run, progress if ranks.first else lambda line: None
-    with run.hold(say) if ranks.first else nullcontext(), Interrupt() as stop, torch.random.fork_rng():
+    with (ALONE, unwritten(run), run.hold(say) if ranks.first else nullcontext(), Interrupt() as stop,
+          torch.random.fork_rng()):
         torch.manual_seed(config.seed)  # for models that draw while they train; this one does not
         if ranks.share(lambda: run.ended):
             say(f"{run}: ended before, reused")
         else:
+            ranks.share(lambda: run.check(task.asked))
             begin = ranks.share(lambda: start(task, past, say))
             if begin.kind == "repeat":
                 begin = repeat(task, ranks, say)
-            try:
-                attempt(task, ranks, begin, stop, say, frozenset(keep), until)
-            except OSError as error:
-                if error.errno not in REFUSED:
-                    raise
-                raise Unwritten(f"{run}: {error.strerror}; what is there stays, and is continued when asked for again"
-                                ) from None
+            attempt(task, ranks, begin, stop, say, frozenset(keep), until)
     if stop.asked:
         raise KeyboardInterrupt
     return run
 
 
 def repeat(task: Task, ranks: Ranks, say: Callable[[str], object]) -> Start:
-    """Train the parent's past again, in a folder beside it, as far as the branch needs it."""
+    """Train the parent's past again, in a folder beside it, from what there is of it, as far as the branch needs it."""
     parent, tokens = task.branch.parent, task.branch.tokens
     say(f"{parent}: keeps no checkpoint at {tokens:,} tokens; that past is trained again, beside it")
-    config = replace(parent.config, stream=task.config.stream, runs=str(branch.past_folder(parent)))
-    again = train(config, say, keep=[tokens], until=tokens)
+    config, grand, folder = parent.config, branch.find(parent.config), branch.past_folder(task.branch)
+    config = replace(config, stream=task.config.stream, runs=str(folder),
+                     branch_from=str(grand.parent.path) if grand else "")
+    costs = (parent.meta or {}).get("modelled_costs")
+    there = [(run, checkpoint.tokens_of(path)) for run in [parent, *map(Run, folder.parent.glob(f"*/{parent.name}"))]
+             for path in checkpoint.written(run) if checkpoint.tokens_of(path) <= tokens]
+    past = max(there, key=lambda place: place[1], default=None)
+    again = train(config, say, keep=[tokens], until=tokens, past=past, costs=costs and Costs(**costs))
 
     def find() -> Path:
         found = checkpoint.kept_at(again, tokens)
         require(found is not None, "branch_at", tokens, f"is not reached by {parent}")
-        logged = parent.metrics()
-        if found.last["loss"] not in logged[logged["step"] == found.last["step"]]["loss"].tolist():
+        logged = [row for row in parent.metrics().to_dict("records") if row["step"] == found.last["step"]]
+        if logged and logged[0]["loss"] != found.last["loss"]:
             say("what was trained again differs from the parent, as it does with other threads or another device")
         return found.path
 
@@ -120,15 +131,21 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
     """Train from where it begins to an outcome, and record that."""
     config, stream, run = task.config, task.stream, task.run
     found = begin.path and checkpoint.read(begin.path)
-    weights_only = begin.kind == "branch" and task.branch.weights_only
-    state, clock, learner = State(), Clock(task.costs), None
+    whole = found is not None and not (begin.kind == "branch" and task.branch.weights_only)
+    state, clock, learner = counts(task, begin.kind, found), Clock(task.costs), None
+    if whole:
+        clock.set(found.facts["clock"])
     if ranks.first:
-        run.open(config, b"" if found is None or weights_only else found.rows)
+        run.open(task.asked, found.rows if whole else b"")
+        for path in begin.damaged:  # out of the way of the last two
+            path.rename(path.with_suffix(".damaged"))
     status, results = "failed", {}
     with run.log(say) if ranks.first else nullcontext(silent()) as log:
         try:
+            if config.clock == "modelled" and task.costs is None:
+                raise MemoryError("the machine could not be calibrated")
             learner = Learner(config, stream.vocab_size, ranks)
-            state = take_over(task, begin.kind, found, learner, clock)
+            load(task, begin.kind, found, learner)
             state.attempts.append({"started": datetime.now(UTC).isoformat(timespec="seconds"), "after": state.steps,
                                    "processes": ranks.size})
             log.info(opening(task, begin.kind, state))
@@ -138,16 +155,19 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
                 clock.stop()
             if status == "interrupted":
                 return
-            if status != "diverged" and not config.skip_validation:
+            if status == "diverged":
+                results["diverged_at"] = state.steps + 1
+            elif not learner.sound():
+                status, results["diverged_at"] = "diverged", state.steps
+                log.info("diverged: the last update broke the weights")
+            elif not config.skip_validation:
                 loss, bits = learner.evaluate(stream, config.validation_tokens)
                 if isfinite(loss):
                     results |= {"validation_loss": loss, "validation_bits_per_byte": bits}
-                else:  # the last update broke the weights
+                else:
                     status, results["diverged_at"] = "diverged", state.steps
                 log.info(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, "
                          f"after {state.tokens:,} tokens in {state.steps:,} updates and {clock.measured:.0f} s")
-            elif status == "diverged":
-                results["diverged_at"] = state.steps + 1
             if ranks.first:
                 results["sha256"] = run.save_model(learner.model, stream.folder / "tokenizer.json")
         except Exception as error:
@@ -189,7 +209,7 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         nonlocal saved
         readings = clock.readings
         with clock.pause():
-            if ranks.first and saved != state.tokens:
+            if saved != state.tokens and learner.sound() and ranks.first:
                 checkpoint.write(run, learner, state, readings, has_read(task, state), kept)
             saved = state.tokens
 
@@ -198,8 +218,8 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         clock.start()
     while True:
         position = state.tokens if plan.by_tokens else clock.elapsed
-        asked, position, clock.pace = ranks.agree(stop.asked, position, clock.pace)
-        if asked or state.tokens >= (until or inf):
+        stop.asked, position, clock.pace = ranks.agree(stop.asked, position, clock.pace)
+        if stop.asked or state.tokens >= (until or inf):
             save()
             state.leave("interrupted")
             log.info(f"stopped after update {state.steps:,}; asked for again, the run goes on from there")
@@ -232,7 +252,7 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         clock.update(micro_batches, seconds)
         clipped = norm > learner.grad_clip and not skipped
         state.lr = update.lr
-        state.count(size, loss, clipped, skipped, clock.elapsed)
+        state.count(size, loss, clipped, skipped, clock.elapsed, seconds)
         if ranks.first:
             run.record({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": update.stage,
                         "tokens_per_step": size, "lr": state.lr, "loss": loss, "grad_norm": None if skipped else norm,
@@ -244,11 +264,10 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
                 state.validation.append({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed,
                                          "loss": nats if finite else None, "bits_per_byte": bits if finite else None})
                 log.debug(f"validation loss {nats:.4f} at {state.tokens:,} tokens")
-            if time.monotonic() - said > PROGRESS_SECONDS:
+            if time.monotonic() - said > PROGRESS_SECONDS and clock.measured:
                 said = time.monotonic()
                 log.info(progress_line(config, state, clock))
         if state.steps == 1:
-            state.warmup_tokens, state.warmup_seconds = size, seconds
             clock.start()
         if any(state.tokens - size < tokens <= state.tokens for tokens in keep):
             save(kept=True)

@@ -169,7 +169,8 @@ def test_summary_counts_what_diverged():
     table = summary(runs)
     assert len(table) == 6
     diverged, skipped, clean = table.iloc[0], table.iloc[1], table.iloc[2]
-    assert (diverged["n"], diverged["unfinished"], diverged["validation_loss"]) == (2, "1 diverged", pytest.approx(3.315))
+    assert (diverged["n"], diverged["unfinished"]) == (2, "1 diverged")
+    assert diverged["validation_loss"] == pytest.approx(3.315)
     assert (skipped["n"], skipped["unfinished"]) == (2, "")
     assert (clean["n"], clean["validation_loss_sd"]) == (3, pytest.approx(0.01))
     assert (clean["steps"], clean["tokens_per_second"], clean["final_lr"]) == (10, 500, pytest.approx(1e-4))

@@ -1,21 +1,17 @@
 """The rules of a run, each on a real run of a tiny model."""
 
-import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import ceil, log
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import lib.train
 from lib.check import BadInput
-from lib.clock import Costs
 from lib.runs import Run, load_model, load_runs, weights_sha256
 from lib.step import Learner
 from lib.stream import PackedStream
@@ -26,14 +22,6 @@ THREE = {"schedule": "dividers", "batch_dividers": [12, 4, 1], "stage_length": [
 
 def quiet(line):
     pass
-
-
-@pytest.fixture
-def costs(monkeypatch):
-    """What a micro-batch and an update cost on the modelled clock, without measuring this machine."""
-    known = Costs(micro_batch_seconds=0.01, update_seconds=0.002)
-    monkeypatch.setattr(lib.train, "calibrate", lambda config, vocab_size: known)
-    return known
 
 
 def test_a_run_directory_is_whole(tiny, stream):
@@ -207,19 +195,6 @@ def test_stages_of_a_time_budget_follow_the_clock(tiny, costs):
     assert run.meta["stages"][1]["start_seconds"] == rows[rows.stage == 0].elapsed.iloc[-1]
 
 
-@pytest.fixture
-def seconds(monkeypatch):
-    """Time that passes by a millisecond a look, and as far as a test turns it on."""
-    now = [0.0]
-
-    def look():
-        now[0] += 0.001
-        return now[0]
-
-    monkeypatch.setattr("time.perf_counter", look)
-    return now
-
-
 def test_a_measured_time_budget(tiny, seconds):
     run = train(tiny(time_budget=0.3, tokens_per_step=32), progress=quiet)
     meta, rows = run.meta, run.metrics()
@@ -352,24 +327,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_with_status_2_and_nothing_written(name, tiny, tmp_path, capsys, monkeypatch):
-    from dataclasses import asdict
-
-    from lib.config import command
-
+def test_bad_input_is_one_line_with_status_2_and_nothing_written(name, tiny, refused):
     change, said = BAD[name]
-    file = tmp_path / "arm.yaml"
-    file.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(tiny()))) | change, allow_unicode=True))
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["train", str(file)])
-    with pytest.raises(SystemExit) as ended:
-        command(lib.train.main)
-    out, err = capsys.readouterr()
-    assert ended.value.code == 2
-    assert err.startswith(f"error: {said}")
-    assert err.count("\n") == 1
-    assert out == ""
-    assert sorted(tmp_path.rglob("*")) == before
+    assert refused(asdict(tiny()) | change).startswith(f"error: {said}")
 
 
 def test_the_command_line_trains_and_prints_the_directory_last(tiny, stream, tmp_path):

@@ -103,8 +103,11 @@ def as_tensor(data: bytes) -> Tensor:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in this file. Raises BadInput where the file is not as it was written."""
-    data = path.read_bytes()
+    """The checkpoint in this file. Raises BadInput where the file is not as it was written, or cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"checkpoint = {str(path)!r}: cannot be read ({error.strerror})") from None
     if sha256(data).hexdigest()[:DIGITS] != path.stem.rpartition("-")[2]:
         raise BadInput(f"checkpoint = {str(path)!r}: is damaged, its hash is not the one in its name")
     try:

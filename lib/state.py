@@ -90,6 +90,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
     """The part of run_meta.json that follows from the configuration and the counts."""
     stages = [describe(config, planned) | (seen or NOTHING)
               for planned, seen in zip_longest(config.stages(), state.stages)]
+    taken = state.steps - state.skipped
     sizes = [stage["tokens_per_step"] for stage in stages]
     per_stage = (lambda values: values[0]) if config.schedule == "constant" else (lambda values: values)
     measured_tokens, by_tokens = state.tokens - state.warmup_tokens, config.token_budget is not None
@@ -104,7 +105,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         "device_batch_size": config.device_token_capacity // config.seq_len,
         "accumulation_steps": per_stage([size // config.device_token_capacity for size in sizes]),
         "budget": {"kind": "tokens" if by_tokens else "seconds", "value": config.budget, "clock": config.clock},
-        "steps": state.steps - state.skipped,
+        "steps": taken,
         "skipped_steps": state.skipped,
         "tokens": state.tokens,
         "measured_steps": max(state.steps - 1, 0),
@@ -129,7 +130,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         },
         "final_lr": state.lr,
         "stages": stages,
-        "clipped_share": state.clipped / state.steps if state.steps else None,
+        "clipped_share": state.clipped / taken if taken else None,
         "parent": state.parent,
         "past": state.past,
         "attempts": state.attempts,

@@ -183,6 +183,7 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
                 raise
         except KeyboardInterrupt:
             status = "interrupted"
+            state.leave(status)
             raise
         finally:
             if ranks.first:

@@ -22,8 +22,9 @@ SHARE = max(1, CORES // 2)
 @pytest.fixture(scope="module")
 def cluster():
     """Two workers of a thread, whose libraries would take another number of threads if left alone."""
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None,
-                                  env={"OMP_NUM_THREADS": str(SHARE + 1)}) as made:
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as made:
+        with distributed.Client(made) as client:
+            client.run(torch.set_num_threads, SHARE + 1)
         yield made
 
 

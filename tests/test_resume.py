@@ -212,6 +212,14 @@ def test_bf16_goes_on(twice, same_run):
     same_run(run, straight)
 
 
+def test_the_mean_loss_of_the_end_counts_what_came_before_a_stop(twice, same_run):
+    """It spans the last 6 of 120 updates."""
+    run, straight = twice(117, tokens_per_step=32)
+    losses = straight.metrics().loss
+    assert straight.meta["train_loss"] == pytest.approx(losses[-6:].mean()) != pytest.approx(losses[-3:].mean())
+    same_run(run, straight)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_stops_at_once(tiny, tmp_path, ctrl_c, same_run, number):
     """In the middle of its update, which is not counted and is made again."""

@@ -38,7 +38,9 @@ def commit() -> str | None:
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        # The reports do not count: each one would mark the next.
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno", ".", ":!executed"], capture_output=True,
+                                 text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+changes" if changes.stdout else "")

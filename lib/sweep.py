@@ -71,7 +71,8 @@ def plan(configs: Iterable[RunConfig]) -> list[Node]:
         for other in [*nodes.values()][:-1]:
             shared = common_past(node.resolved, other.resolved, node.costs)
             if other.ended or shared <= max(other.done, other.shared):  # what it kept is all there is
-                shared = max((tokens for tokens in map(tokens_of, written(other.run)) if tokens <= shared), default=0)
+                kept = [path for path in written(other.run) if other.ended or path.parent.name == "kept"]
+                shared = max((tokens for tokens in map(tokens_of, kept) if tokens <= shared), default=0)
             if shared > max(node.shared, WORTH * node.tokens):
                 node.parent, node.shared = other, shared
         if node.parent and not node.parent.ended:
@@ -145,7 +146,7 @@ def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "
 def hand_out(todo: list[Node], pool: Executor, slots: int, report: Callable[[str], None]) -> None:
     """Train these runs in the pool; one that takes over a past waits for the run that has it.
 
-    Raises what a run raised, when those under way are done; BrokenExecutor where a process died.
+    Raises what a run raised, and starts no other then; BrokenExecutor where a process died.
     """
     given: dict[Future, Node] = {}
     ready = [node for node in todo if node.parent not in todo]

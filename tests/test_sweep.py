@@ -157,9 +157,11 @@ def test_a_sweep_that_was_interrupted_goes_on(late, apart, applied, ctrl_c, upda
     assert sum(applied) == TRAINED
 
 
-def test_the_plan_knows_what_an_interrupted_run_did_not_keep(late, apart, applied, ctrl_c):
-    """It was begun on its own, and is past the place where the others part from it."""
-    with ctrl_c(25):
+@pytest.mark.parametrize(("every", "update"), [(0, 25), (480, 12)])
+def test_the_plan_knows_what_an_interrupted_run_did_not_keep(late, apart, applied, ctrl_c, every, update):
+    """It was begun on its own, and is past where others part from it, or has a checkpoint there that is not to stay."""
+    late[0] = replace(late[0], checkpoint_every=every)
+    with ctrl_c(update):
         train(late[0], quiet)
     planned = sum(node.to_train for node in plan(late[:3]))
     applied.clear()

@@ -33,6 +33,11 @@ class Ranks:
             distributed.init_process_group(backend, timeout=timedelta(hours=2))
         return cls(distributed.get_rank(), size)
 
+    def leave(self) -> None:
+        """Close what connects the processes, when all have done."""
+        if self.size > 1:
+            distributed.destroy_process_group()
+
     def check(self, tokens_per_step: int, capacity: int) -> None:
         """Raise BadInput unless this T splits into whole micro-batches on every rank."""
         require(tokens_per_step % (capacity * self.size) == 0, "device_token_capacity", capacity,

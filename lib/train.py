@@ -300,9 +300,10 @@ def silent() -> Logger:
 
 def main(arguments: Sequence[str]) -> None:
     """Train one arm; print its run directory last."""
-    run = train(read_arguments(RunConfig, arguments))
-    if Ranks.join().first:
+    run, ranks = train(read_arguments(RunConfig, arguments)), Ranks.join()
+    if ranks.first:
         print(run.path)
+    ranks.leave()
 
 
 if __name__ == "__main__":

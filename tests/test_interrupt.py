@@ -83,6 +83,7 @@ def test_the_runner_stops_its_notebooks_run_when_it_is_terminated(stream, tmp_pa
     (house / "params" / "slow" / "01_constant.yaml").write_text(yaml.safe_dump(
         {"stream": str(stream), "runs": str(tmp_path / "runs"), "seq_len": 16, "tokens_per_step": 64,
          "constant_dividers": [1], "device_token_capacity": 32, "token_budget": 51_200, "lrs": [0.01],
+         "hidden_size": 64, "layers": 4,  # long enough to be stopped on the way on any machine
          "validation_tokens": 160}))
     code = (f"import pathlib, signal, sys; from lib import execute, config; "
             f"signal.signal(signal.SIGTERM, signal.default_int_handler); "

@@ -82,6 +82,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import lib.train
 from lib.clock import Costs
 from lib.config import RunConfig, read_arguments
+from lib.ranks import Ranks
 from lib.step import Learner
 
 rank, exchanges = int(os.environ["RANK"]), []
@@ -113,6 +114,7 @@ updates = len(exchanges)
 lib.train.train(replace(config, branch_from=lib.train.resolve(config).run.name, branch_at=1000))
 if rank == 0:
     print(*exchanges[:updates])
+Ranks.join().leave()
 '''
 
 
@@ -143,9 +145,31 @@ def test_two_processes_train_what_one_does(three, costs, tmp_path, torchrun, sam
     assert train(config, quiet).path == pairs[0][0].path  # has ended, for one process too
 
 
+SLOW = '''"""Trains a configuration, slowly enough to be stopped on the way on any machine."""
+
+import time
+
+import lib.train
+from lib.config import command
+from lib.step import Learner
+
+accumulate = Learner.accumulate
+
+
+def slowly(learner, *rows):
+    time.sleep(0.05)
+    return accumulate(learner, *rows)
+
+
+Learner.accumulate = slowly
+command(lib.train.main)
+'''
+
+
 def test_a_run_stopped_in_two_processes_goes_on_in_any_number(three, tmp_path, torchrun):
-    config = three(token_budget=25_600)
-    run, process = resolve(config).run, torchrun(config)
+    script, config = tmp_path / "slow.py", three(token_budget=12_800)
+    script.write_text(SLOW)
+    run, process = resolve(config).run, torchrun(config, str(script))
     while not run.rows() and process.poll() is None:
         time.sleep(0.01)
     process.terminate()

@@ -52,8 +52,9 @@ class Checkpoint:
     @property
     def state(self) -> State:
         """The counts."""
-        losses = [(row["tokens_per_step"], row["loss"]) for row in map(json.loads, self.rows.splitlines())]
-        return State(losses=losses, **self.facts["state"])
+        updates = [tuple(row.get(name) for name in ("tokens_per_step", "loss", "noise_g2", "noise_s"))
+                   for row in map(json.loads, self.rows.splitlines())]
+        return State(updates=updates, **self.facts["state"])
 
     def restore(self, learner: Learner) -> None:
         """Put the learner, and the random generators, where they were."""
@@ -84,7 +85,7 @@ def write(run: Run, learner: Learner, state: State, readings: dict, stream: dict
     tensors["random/cpu"] = torch.get_rng_state()
     if learner.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(learner.device)
-    counts = {name: value for name, value in asdict(state).items() if name != "losses"}  # the rows have them
+    counts = {name: value for name, value in asdict(state).items() if name != "updates"}  # the rows have them
     facts = {"run": run.name, "state": counts, "clock": readings, "scaler": learner.scaler.state_dict(),
              "stream": stream}
     tensors["rows"] = as_tensor(run.rows())

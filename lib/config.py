@@ -107,6 +107,7 @@ class RunConfig:
     eval_every: int = 0  # tokens; 0 is off
     skip_validation: bool = False
     checkpoint_every: int = 5_000_000  # tokens; 0 is off
+    noise_every: int = 0  # updates between two in which a single micro-batch is split, for the noise scale; 0 is off
     # branch
     branch_from: str = ""  # a run's folder, or its name in `runs`
     branch_at: int = 0  # tokens of that run; 0 is where it ended
@@ -121,7 +122,8 @@ class RunConfig:
         for name in ("seq_len", "hidden_size", "layers", "heads", "mlp_size", "rope_theta", "tokens_per_step",
                      "device_token_capacity", "lr", "eps", "epochs"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
-        for name in ("min_lr", "weight_decay", "grad_clip", "seed", "eval_every", "checkpoint_every", "branch_at"):
+        for name in ("min_lr", "weight_decay", "grad_clip", "seed", "eval_every", "checkpoint_every", "branch_at",
+                     "noise_every"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
@@ -156,6 +158,8 @@ class RunConfig:
                 f"must be a multiple of device_token_capacity {capacity:,}; "
                 f"the nearest is {schedules.nearest_multiple(self.tokens_per_step, capacity):,}")
         first = self.stages()[0].tokens_per_step
+        require(not self.noise_every or capacity > row, "noise_every", self.noise_every,
+                f"needs a device_token_capacity of more than one row of {row:,}, to split it")
         require(self.token_budget is None or self.token_budget >= first, "token_budget", self.token_budget,
                 f"must hold at least one update of {first:,} tokens")
         for stage in self.stages():

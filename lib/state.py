@@ -5,6 +5,7 @@ from itertools import zip_longest
 
 from lib.clock import Clock
 from lib.config import RunConfig
+from lib.noise import noise_scale
 from lib.rules import lr_multiplier
 from lib.schedule import Stage
 
@@ -27,7 +28,7 @@ class State:
     warmup_tokens: int = 0
     warmup_seconds: float = 0.0
     stages: list[dict] = field(default_factory=list)
-    losses: list[tuple[int, float]] = field(default_factory=list)  # tokens and loss of each update
+    updates: list[tuple] = field(default_factory=list)  # of each: tokens, loss, noise_g2 and noise_s
     validation: list[dict] = field(default_factory=list)  # periodic
     attempts: list[dict] = field(default_factory=list)  # when the run was begun or continued, and after which row
 
@@ -50,7 +51,7 @@ class State:
         if self.stages:
             self.stages[-1]["ended"] = why
 
-    def count(self, size: int, loss: float, clipped: bool, skipped: bool, elapsed: float, seconds: float
+    def count(self, size: int, loss: float, noise: tuple, clipped: bool, skipped: bool, elapsed: float, seconds: float
               ) -> None:
         """Add one update of `size` tokens, which took `seconds`, to the stage that it began in."""
         if not self.steps:
@@ -59,7 +60,7 @@ class State:
         self.skipped += skipped
         self.tokens += size
         self.clipped += clipped
-        self.losses.append((size, loss))
+        self.updates.append((size, loss, *noise))
         stage = self.stages[-1]
         stage.update(end_tokens=self.tokens, end_seconds=elapsed, end_update=self.steps)
         stage["updates"] += not skipped
@@ -68,12 +69,24 @@ class State:
     @property
     def train_loss(self) -> float | None:
         """Mean loss over the updates that hold the last 5 % of the tokens, weighted by tokens."""
-        weight = total = 0.0
-        for size, loss in reversed(self.losses):
-            if weight >= 0.05 * self.tokens:
+        last = self.last(0.05)
+        return sum(size * loss for size, loss, _, _ in last) / sum(size for size, *_ in last) if last else None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """B_simple in tokens over the updates that hold the last fifth of the tokens; None where it is not defined."""
+        last = self.last(0.2)
+        return noise_scale([g2 for *_, g2, _ in last], [s for *_, s in last])
+
+    def last(self, share: float) -> list[tuple]:
+        """The updates that hold the last share of the tokens, from the last on."""
+        tokens, found = 0, []
+        for update in reversed(self.updates):
+            if tokens >= share * self.tokens:
                 break
-            weight, total = weight + size, total + size * loss
-        return total / weight if weight else None
+            tokens += update[0]
+            found.append(update)
+        return found
 
 
 def describe(config: RunConfig, stage: Stage) -> dict:
@@ -130,6 +143,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         },
         "final_lr": state.lr,
         "stages": stages,
+        "noise_scale": state.noise_scale,
         "clipped_share": state.clipped / taken if taken else None,
         "parent": state.parent,
         "past": state.past,

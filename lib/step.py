@@ -61,22 +61,36 @@ class Learner:
         groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.mean_square: Tensor | None = None  # mean |g|² of the last update's micro-batches; None where it had one
 
-    def accumulate(self, rows: np.ndarray) -> Tensor:
-        """Add the gradient of the mean loss over `rows` [B, S], a micro-batch at a time; returns that mean loss.
+    def accumulate(self, rows: np.ndarray, micro_batch: int | None = None) -> Tensor:
+        """Make the gradient of the mean loss over `rows` [B, S], `micro_batch` tokens at a time; returns that loss.
 
         All targets of the update weigh the same, since every micro-batch has as many, on every rank. The ranks exchange
-        gradients with the last micro-batch alone.
+        gradients with the last micro-batch alone, whose own gradient is then not to be had.
         """
-        parts = np.split(rows, rows.size // self.micro_batch)
-        total = torch.zeros((), device=self.device)
+        parts = np.split(rows, rows.size // (micro_batch or self.micro_batch))
+        parameters = [*self.model.parameters()]
+        total, squares, held = torch.zeros((), device=self.device), [], None
         for number, part in enumerate(parts, 1):
-            tokens = torch.from_numpy(part).to(self.device)
-            with self.loss.no_sync() if self.ranks.size > 1 and number < len(parts) else nullcontext():
+            tokens, inner = torch.from_numpy(part).to(self.device), number < len(parts)
+            if not inner and self.ranks.size > 1:
+                put(parameters, held)
+            with self.loss.no_sync() if self.ranks.size > 1 and inner else nullcontext():
                 with self.autocast():
                     loss = self.loss(tokens) / len(parts)
                 self.scaler.scale(loss).backward()
             total += loss.detach()
+            if len(parts) > 1 and (inner or self.ranks.size == 1):
+                gradient = [p.grad for p in parameters]
+                squares.append(torch.nn.utils.get_total_norm(gradient) ** 2)
+                held = gradient if held is None else torch._foreach_add_(held, gradient) or held
+                put(parameters, None if inner else held)
+        if squares:
+            scale = len(parts) / self.scaler.get_scale()
+            self.mean_square = self.ranks.mean(torch.stack(squares).mean() * scale**2)
+        else:
+            self.mean_square = None
         return self.ranks.mean(total)
 
     def warm_up(self, rows: np.ndarray) -> None:
@@ -127,6 +141,12 @@ class Learner:
             sums += torch.stack([losses.cpu().double().sum(), torch.tensor(losses.numel()), size])
         nats, targets, size = self.ranks.sum(sums).tolist()
         return nats / targets, nats / log(2) / size
+
+
+def put(parameters: list[Tensor], gradient: list[Tensor] | None) -> None:
+    """Give the parameters this gradient, or none."""
+    for number, parameter in enumerate(parameters):
+        parameter.grad = gradient and gradient[number]
 
 
 def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:

@@ -23,6 +23,7 @@ from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
 from lib.interrupt import Interrupt
 from lib.machine import environment, pick_device
+from lib.noise import estimate
 from lib.plan import Plan
 from lib.ranks import Ranks
 from lib.runs import Run, unwritten
@@ -237,7 +238,10 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         state.enter(update.stage, clock.elapsed)
 
         begin, share = time.perf_counter(), size // ranks.size
-        loss = learner.accumulate(stream.read(state.cursor + ranks.rank * share, share))
+        rows, part = stream.read(state.cursor + ranks.rank * share, share), config.device_token_capacity
+        if share == part and crossed(config.noise_every, state.steps + 1, 1):
+            part = rows.size // smallest_divisor(len(rows))
+        loss = learner.accumulate(rows, part)
         norm, loss = learner.clip().item(), loss.item()
         scale = learner.scaler.get_scale() if learner.scaler.is_enabled() else 0.0
         skipped = isfinite(loss) and not isfinite(norm) and scale > SMALLEST_SCALE
@@ -253,11 +257,15 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         clock.update(micro_batches, seconds)
         clipped = norm > learner.grad_clip and not skipped
         state.lr = update.lr
-        state.count(size, loss, clipped, skipped, clock.elapsed, seconds)
+        noise = (None, None)
+        if learner.mean_square is not None and not skipped:
+            noise = estimate(part, size, learner.mean_square.item(), norm**2)
+        state.count(size, loss, noise, clipped, skipped, clock.elapsed, seconds)
         if ranks.first:
             run.record({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": update.stage,
                         "tokens_per_step": size, "lr": state.lr, "loss": loss, "grad_norm": None if skipped else norm,
-                        "clipped": clipped, "tokens_per_second": size / seconds})
+                        "clipped": clipped, "noise_g2": noise[0], "noise_s": noise[1],
+                        "tokens_per_second": size / seconds})
         with clock.pause():
             if crossed(0 if config.skip_validation else config.eval_every, state.tokens, size):
                 nats, bits = learner.evaluate(stream, config.validation_tokens)
@@ -276,6 +284,11 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
             save()
 
 
+def smallest_divisor(number: int) -> int:
+    """The smallest divisor past 1."""
+    return next(n for n in range(2, number + 1) if number % n == 0)
+
+
 def crossed(every: int, tokens: int, size: int) -> bool:
     """Whether the last update of `size` tokens reached another multiple of `every`; 0 is off."""
     return bool(every) and tokens // every > (tokens - size) // every
@@ -286,7 +299,7 @@ def progress_line(config: RunConfig, state: State, clock: Clock) -> str:
     done = (state.tokens if config.token_budget else clock.elapsed) / config.budget
     rate = (state.tokens - state.warmup_tokens) / clock.measured
     left = clock.measured * (1 - done) / done if done else 0.0
-    return (f"  {done:.0%} · {state.tokens / 1e6:.2f}M tokens · loss {state.losses[-1][1]:.3f} · "
+    return (f"  {done:.0%} · {state.tokens / 1e6:.2f}M tokens · loss {state.updates[-1][1]:.3f} · "
             f"{rate:,.0f} tokens/s · {int(left) // 60}:{int(left) % 60:02d} left")
 
 

@@ -77,9 +77,9 @@ def applied(monkeypatch):
     """The tokens of each update made in this process, over all runs."""
     sizes, accumulate, apply = [], Learner.accumulate, Learner.apply
 
-    def count(learner, rows):
+    def count(learner, rows, *size):
         learner.size = rows.size
-        return accumulate(learner, rows)
+        return accumulate(learner, rows, *size)
 
     def watch(learner, *arguments):
         sizes.append(learner.size)

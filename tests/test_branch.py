@@ -56,9 +56,9 @@ def seen(monkeypatch):
     """The rows of tokens that the runs of this process learn from, in order."""
     read, accumulate = [], Learner.accumulate
 
-    def watch(learner, tokens):
+    def watch(learner, tokens, *size):
         read.extend(tokens.tolist())
-        return accumulate(learner, tokens)
+        return accumulate(learner, tokens, *size)
 
     monkeypatch.setattr(Learner, "accumulate", watch)
     return read

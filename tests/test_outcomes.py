@@ -62,16 +62,16 @@ def finite(weights):
     return all(torch.isfinite(tensor).all() for tensor in weights.values())
 
 
-def nan_loss(learner, accumulate, rows):
-    return accumulate(learner, rows) * nan
+def nan_loss(learner, accumulate, rows, *size):
+    return accumulate(learner, rows, *size) * nan
 
 
-def infinite_loss(learner, accumulate, rows):
-    return accumulate(learner, rows) + inf
+def infinite_loss(learner, accumulate, rows, *size):
+    return accumulate(learner, rows, *size) + inf
 
 
-def nan_gradient(learner, accumulate, rows):
-    loss = accumulate(learner, rows)
+def nan_gradient(learner, accumulate, rows, *size):
+    loss = accumulate(learner, rows, *size)
     next(learner.model.parameters()).grad[0, 0] = nan
     return loss
 

@@ -165,8 +165,8 @@ def noisy(monkeypatch):
     """Add noise from torch's generator to every gradient."""
     accumulate = Learner.accumulate
 
-    def with_noise(learner, rows):
-        loss = accumulate(learner, rows)
+    def with_noise(learner, rows, *size):
+        loss = accumulate(learner, rows, *size)
         for weights in learner.model.parameters():
             weights.grad += 0.01 * torch.randn_like(weights)
         return loss

@@ -87,11 +87,11 @@ def test_the_micro_batch_changes_nothing(tiny):
 def test_arms_of_a_seed_read_the_same_tokens_and_start_alike(tiny, monkeypatch):
     seen, first, accumulate = [], [], Learner.accumulate
 
-    def watch(learner, rows):
+    def watch(learner, rows, *size):
         if not seen[-1]:
             first.append(learner.model.embed_in.weight.detach().clone())
         seen[-1].extend(rows.flatten().tolist())
-        return accumulate(learner, rows)
+        return accumulate(learner, rows, *size)
 
     monkeypatch.setattr(Learner, "accumulate", watch)
     for arm in ({}, THREE, {"tokens_per_step": 96}, {"data_seed": 7}, {"seed": 7, "data_seed": 0}):

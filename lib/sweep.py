@@ -1,7 +1,6 @@
 """Many runs: what has ended is reused, a past in common is trained once, and an executor takes the rest."""
 
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -197,7 +196,7 @@ def workers(executor: str | Executor) -> Iterator[tuple[Executor | None, int]]:
             except BaseException:
                 for process in active_children():  # each stops at its next update, with a checkpoint
                     if process not in others:
-                        os.kill(process.pid, signal.SIGTERM)
+                        process.terminate()
                 raise
     elif kind == "dask" and where:
         try:
@@ -206,8 +205,8 @@ def workers(executor: str | Executor) -> Iterator[tuple[Executor | None, int]]:
             raise BadInput(f"executor = {executor!r}: needs Dask; install it with pip install -e '.[dask]'") from None
         try:
             client = Client(where, timeout=10)
-        except (OSError, ValueError) as error:
-            raise BadInput(f"executor = {executor!r}: must be the address of a Dask scheduler ({error})") from None
+        except Exception as error:  # whatever it is (an AssertionError of its loop was seen), there is no client
+            raise BadInput(f"executor = {executor!r}: must be the address of a Dask scheduler ({error!r})") from error
         with client:
             processes = Counter()
             for worker in client.scheduler_info(n_workers=-1)["workers"].values():

@@ -96,7 +96,7 @@ def counts(task: Task, kind: str, found: Checkpoint | None) -> State:
         alone = {"branch_from": "", "branch_at": 0, "branch_weights_only": False, "seed": 0, "data_seed": 0}
         both = [replace(each, **alone) for each in (config, left.parent.config)]
         if common_past(*both, task.costs) < tokens:
-            state.stages = []
+            state.stages, state.grown = [], []
         if not reads_on:
             state.origin = -tokens
     state.parent = branch.taken_over(left, tokens, read, before, has_read(task, state))

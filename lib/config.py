@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from zlib import crc32
 
 import yaml
 
@@ -81,6 +82,9 @@ class RunConfig:
     stage_length: tuple[float, ...] = ()
     small_tokens_per_step: int = 0
     switch_at: float = 0.0  # progress
+    alpha: float = 0.0  # the fall of the learning-rate curve at which seesaw cuts it
+    max_tokens_per_step: int = 0  # that seesaw and adaptive grow to
+    stages: tuple[tuple[float, ...], ...] = ()  # by hand: [start, T], the start in tokens or seconds as the budget
     # learning rate
     lr: float = 1e-3
     min_lr: float = 0.0
@@ -157,18 +161,17 @@ class RunConfig:
         require(self.tokens_per_step % capacity == 0, "tokens_per_step", self.tokens_per_step,
                 f"must be a multiple of device_token_capacity {capacity:,}; "
                 f"the nearest is {schedules.nearest_multiple(self.tokens_per_step, capacity):,}")
-        first = self.stages()[0].tokens_per_step
+        first = self.resolved()[0].tokens_per_step
         require(not self.noise_every or capacity > row, "noise_every", self.noise_every,
                 f"needs a device_token_capacity of more than one row of {row:,}, to split it")
         require(self.token_budget is None or self.token_budget >= first, "token_budget", self.token_budget,
                 f"must hold at least one update of {first:,} tokens")
-        for stage in self.stages():
+        for stage in self.resolved():
             self.hyperparameters(stage)
-        for name, schedule in {"batch_dividers": "dividers", "stage_length": "dividers",
-                               "small_tokens_per_step": "late_switch", "switch_at": "late_switch"}.items():
+        for name, owners in OF_SCHEDULES.items():
             value = getattr(self, name)
-            require(not value or self.schedule == schedule, name, list(value) if isinstance(value, tuple) else value,
-                    f"belongs to schedule {schedule}, but schedule is {self.schedule}")
+            require(not value or self.schedule in owners, name, list(value) if isinstance(value, tuple) else value,
+                    f"belongs to schedule {' or '.join(owners)}, but schedule is {self.schedule}")
 
     @property
     def budget(self) -> float:
@@ -180,31 +183,51 @@ class RunConfig:
         """The schedule in words, the same for every seed, learning rate and budget."""
         if self.schedule == "constant":
             return f"constant {self.tokens_per_step:,}"
-        if self.schedule == "late_switch":
-            return f"switch {self.small_tokens_per_step:,} to {self.tokens_per_step:,} at {self.switch_at:g}"
-        words = f"{self.schedule} {','.join(f'{d:g}' for d in self.batch_dividers)} of {self.tokens_per_step:,}"
-        starts, even = [stage.start for stage in self.stages()], len(self.batch_dividers)
-        if any(abs(start - i / even) > 0.01 for i, start in enumerate(starts)):
-            words += f" at {', '.join(f'{start:.3g}' for start in starts)}"
-        return words
+        rule = {"sqrt-lr": "", "none": ", lr unscaled"}.get(self.scaling_rule, f", {self.scaling_rule}")
+        return self._schedule_in_words() + rule + (", decay per token" if self.wd_rule == "per-token" else "")
 
-    def stages(self) -> list[schedules.Stage]:
-        """The schedule as data: what the loop follows."""
-        return schedules.SCHEDULES[self.schedule](self)
+    def _schedule_in_words(self) -> str:
+        stages = self.resolved()
+        starts, sizes = [stage.start for stage in stages], [stage.tokens_per_step for stage in stages]
+        at = f" at {', '.join(f'{start:.3g}' for start in starts[1:])}"
+        if self.schedule == "late_switch":
+            return f"switch {sizes[0]:,} to {sizes[1]:,} at {self.switch_at:g}"
+        if self.schedule == "dividers":
+            words = f"dividers {','.join(f'{d:g}' for d in self.batch_dividers)} of {self.tokens_per_step:,}"
+            even = all(abs(start - i / len(starts)) <= 0.01 for i, start in enumerate(starts))
+            return words if even else f"{words} at {', '.join(f'{start:.3g}' for start in starts)}"
+        if self.max_tokens_per_step:
+            by = f" by {self.alpha:g}" if self.alpha else ""
+            return f"{self.schedule} {self.tokens_per_step:,} to {self.max_tokens_per_step:,}{by}"
+        if len(stages) <= 4:
+            return f"{self.schedule} {' · '.join(f'{size:,}' for size in sizes)}{at if len(stages) > 1 else ''}"
+        told = crc32(repr([(f"{start:.4g}", size) for start, size in zip(starts, sizes, strict=True)]).encode())
+        return f"{self.schedule} {sizes[0]:,} to {sizes[-1]:,} in {len(stages)}, no. {told % 10_000:04}"
+
+    def resolved(self, grown: Sequence[Sequence[float]] = ()) -> list[schedules.Stage]:
+        """The schedule as data: what the loop follows. `grown` are the starts and T that an adaptive run has added."""
+        added = [schedules.Stage(start, int(size), size / self.tokens_per_step) for start, size in grown]
+        return schedules.SCHEDULES[self.schedule](self) + added
 
     def hyperparameters(self, stage: schedules.Stage) -> Hyperparameters:
         """What AdamW takes in this stage, under the run's scaling rule."""
         base = Hyperparameters(1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
         return rescale(self.scaling_rule, stage.ratio, base, self.wd_rule)
 
-    def learning_rate(self, progress: float) -> float:
-        """The base curve at this progress, before the stage's multiplier."""
-        return schedules.learning_rate(progress, self.lr, self.min_lr, self.warmup_fraction, self.lr_schedule)
+    def learning_rate(self, progress: float, stage: schedules.Stage) -> float:
+        """What an update of this stage takes that ends at this progress."""
+        held = stage.level is not None and progress >= self.warmup_fraction
+        base = self.lr * stage.level if held else schedules.learning_rate(
+            progress, self.lr, self.min_lr, self.warmup_fraction, self.lr_schedule)
+        return base * self.hyperparameters(stage).lr_multiplier
 
 
+OF_SCHEDULES = {"batch_dividers": ["dividers"], "stage_length": ["dividers"], "small_tokens_per_step": ["late_switch"],
+                "switch_at": ["late_switch"], "alpha": ["seesaw"], "max_tokens_per_step": ["seesaw", "adaptive"],
+                "stages": ["stages"]}
 CHOICES = {
     "clock": ("measured", "modelled"),
-    "schedule": tuple(schedules.SCHEDULES),
+    "schedule": schedules.SCHEDULES,
     "lr_schedule": schedules.LR_SCHEDULES,
     "scaling_rule": SCALING_RULES,
     "wd_rule": WD_RULES,

@@ -1,6 +1,6 @@
 """What a run will do, update by update, and how far two runs do the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lib.clock import Clock, Costs
@@ -11,7 +11,9 @@ from lib.schedule import stage_at
 # What acts on a run through its updates alone, so that runs that differ here may still have a past in common.
 PLANNED = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "small_tokens_per_step", "switch_at", "lr",
            "min_lr", "warmup_fraction", "lr_schedule", "beta1", "beta2", "eps", "weight_decay", "scaling_rule",
-           "wd_rule", "token_budget", "time_budget", "runs", "checkpoint_every"}
+           "wd_rule", "token_budget", "time_budget", "runs", "checkpoint_every", "alpha", "max_tokens_per_step",
+           "stages"}
+WINDOW = 0.05  # of the horizon: what the adaptive arm averages the noise scale over
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,8 @@ class Update:
 class Plan:
     """The updates of a configuration, as a function of the position at which each begins."""
 
-    def __init__(self, config: RunConfig):
-        self.config, self.stages = config, config.stages()
-        self.hyperparameters = [config.hyperparameters(stage) for stage in self.stages]
+    def __init__(self, config: RunConfig, grown: Sequence[Sequence[float]] = ()):
+        self.config, self.stages = config, config.resolved(grown)
         self.by_tokens = config.token_budget is not None
 
     def stage(self, position: float) -> int:
@@ -42,18 +43,37 @@ class Plan:
         A token budget is never overshot; a time budget ends with the first update completed at or after the deadline.
         """
         index, budget = self.stage(position), self.config.budget
-        size = self.stages[index].tokens_per_step
+        stage = self.stages[index]
+        size = stage.tokens_per_step
         if position + size > budget if self.by_tokens else position >= budget:
             return None
         # The rate is that of the update's end, for every T alike, so that it ends at min_lr and no update is at 0.
         reached = position + (size if self.by_tokens else seconds(size // self.config.device_token_capacity))
-        hyperparameters = self.hyperparameters[index]
-        lr = self.config.learning_rate(reached / budget) * hyperparameters.lr_multiplier
-        return Update(index, size, lr, hyperparameters)
+        lr = self.config.learning_rate(reached / budget, stage)
+        return Update(index, size, lr, self.config.hyperparameters(stage))
+
+    def grow(self, position: float, noise_scale: Callable[[float], float | None]) -> list[tuple[float, int]]:
+        """The adaptive arm: a stage of twice the tokens from here on, where the noise scale has passed twice T.
+
+        `noise_scale` takes a share of the tokens so far, the last ones, and gives B_simple there: that of the last
+        WINDOW of the run, once the stage has lasted so long. Returns the start and T of the stage, if there is one.
+        Rule: Merrill et al. 2025 (arXiv 2505.23971).
+        """
+        progress, stage, config = position / self.config.budget, self.stages[-1], self.config
+        size = 2 * stage.tokens_per_step
+        if config.schedule != "adaptive" or progress < stage.start + WINDOW or size > config.max_tokens_per_step:
+            return []
+        if (noise_scale(WINDOW / progress) or 0.0) <= size:
+            return []
+        self.stages.append(*config.resolved([(progress, size)])[1:])
+        return [(progress, size)]
 
 
 def updates(config: RunConfig, costs: Costs | None) -> Iterator[Update]:
-    """Every update of the run, unless its stream ends before: nothing for a time budget on the measured clock."""
+    """Every update of the run, unless its stream ends before: nothing for a time budget on the measured clock.
+
+    An adaptive arm is taken as it begins: what it grows to is not known before.
+    """
     plan, clock, tokens = Plan(config), Clock(costs), 0
     if not plan.by_tokens and costs is None:
         return
@@ -66,8 +86,12 @@ def updates(config: RunConfig, costs: Costs | None) -> Iterator[Update]:
 
 
 def common_past(a: RunConfig, b: RunConfig, costs: Costs | None) -> int:
-    """Tokens up to which both runs do the same to the same weights with the same tokens; their seeds are resolved."""
-    ours, theirs = ({k: v for k, v in vars(config).items() if k not in PLANNED} for config in (a, b))
+    """Tokens up to which both runs do the same to the same weights with the same tokens; their seeds are resolved.
+
+    An adaptive arm has a past in common with its like alone.
+    """
+    planned = PLANNED if "adaptive" not in (a.schedule, b.schedule) else {"runs", "checkpoint_every"}
+    ours, theirs = ({k: v for k, v in vars(config).items() if k not in planned} for config in (a, b))
     tokens = 0
     if ours == theirs and not a.branch_from:
         for mine, other in zip(updates(a, costs), updates(b, costs), strict=False):

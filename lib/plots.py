@@ -28,7 +28,7 @@ GREY = "#666666"
 RAMP = mpl.colormaps["viridis"]  # constants: from 512 tokens a step, dark, to 524,288, green
 SMALLEST, OCTAVES = 2**9, 10
 # Schedules: the warm hues of Okabe and Ito's palette for colour-blind readers, which the ramp does not touch.
-HUES = {"dividers": "#d55e00", "shrinking": "#cc79a7", "seesaw": "#e69f00", "late_switch": "#dc267f",
+HUES = {"dividers": "#d55e00", "shrinking": "#cc79a7", "seesaw": "#e69f00", "switch": "#dc267f",
         "adaptive": "#000000", "stages": "#a6761d"}
 MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼"}  # learning rates of one arm, in order, and in labels
 
@@ -184,11 +184,11 @@ def trajectories(configs: Sequence, title: str = "Planned schedules") -> Figure:
     plans = pd.DataFrame([{"arm": config.arm, "lr": config.lr, "config": config} for config in configs])
     for arm, label, marker, members in variants(plans):
         config = members["config"].iloc[0]  # seeds plan the same
-        stages, points = config.stages(), []
+        stages, points = config.resolved(), []
         count = 0.0
         for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), 1.0], strict=True):
             for progress in np.linspace(stage.start, end, 80):
-                lr = config.learning_rate(progress) * config.hyperparameters(stage).lr_multiplier
+                lr = config.learning_rate(progress, stage)
                 done = count + (progress - stage.start) * config.budget / stage.tokens_per_step
                 points.append((progress * config.budget / (1 if timed else 1e6), stage.tokens_per_step, lr, done))
             count = done

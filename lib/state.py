@@ -1,5 +1,6 @@
 """How far a run has come, and what it says about itself in run_meta.json."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 
@@ -28,6 +29,7 @@ class State:
     warmup_tokens: int = 0
     warmup_seconds: float = 0.0
     stages: list[dict] = field(default_factory=list)
+    grown: list[Sequence[float]] = field(default_factory=list)  # starts and T of the stages that an adaptive run added
     updates: list[tuple] = field(default_factory=list)  # of each: tokens, loss, noise_g2 and noise_s
     validation: list[dict] = field(default_factory=list)  # periodic
     attempts: list[dict] = field(default_factory=list)  # when the run was begun or continued, and after which row
@@ -72,10 +74,9 @@ class State:
         last = self.last(0.05)
         return sum(size * loss for size, loss, _, _ in last) / sum(size for size, *_ in last) if last else None
 
-    @property
-    def noise_scale(self) -> float | None:
-        """B_simple in tokens over the updates that hold the last fifth of the tokens; None where it is not defined."""
-        last = self.last(0.2)
+    def noise_scale(self, share: float) -> float | None:
+        """B_simple in tokens over the updates that hold the last share of the tokens; None where it is not defined."""
+        last = self.last(share)
         return noise_scale([g2 for *_, g2, _ in last], [s for *_, s in last])
 
     def last(self, share: float) -> list[tuple]:
@@ -102,7 +103,7 @@ def describe(config: RunConfig, stage: Stage) -> dict:
 def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int | None) -> dict:
     """The part of run_meta.json that follows from the configuration and the counts."""
     stages = [describe(config, planned) | (seen or NOTHING)
-              for planned, seen in zip_longest(config.stages(), state.stages)]
+              for planned, seen in zip_longest(config.resolved(state.grown), state.stages)]
     taken = state.steps - state.skipped
     sizes = [stage["tokens_per_step"] for stage in stages]
     per_stage = (lambda values: values[0]) if config.schedule == "constant" else (lambda values: values)
@@ -143,7 +144,7 @@ def metadata(config: RunConfig, state: State, clock: Clock, flops_per_token: int
         },
         "final_lr": state.lr,
         "stages": stages,
-        "noise_scale": state.noise_scale,
+        "noise_scale": state.noise_scale(0.2),
         "clipped_share": state.clipped / taken if taken else None,
         "parent": state.parent,
         "past": state.past,

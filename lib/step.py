@@ -197,7 +197,7 @@ def measure_step(config: RunConfig, vocab_size: int, seconds: float = 3.0) -> tu
         learner.synchronize()
         middle = time.perf_counter()
         learner.clip()
-        learner.apply(0.0, config.hyperparameters(config.stages()[0]))
+        learner.apply(0.0, config.hyperparameters(config.resolved()[0]))
         learner.synchronize()
         times.append((middle - start, time.perf_counter() - middle))
     micro_batch, update = zip(*times[3:], strict=True)  # the first ones compile and touch fresh memory

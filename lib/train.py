@@ -46,7 +46,7 @@ def resolve(config: RunConfig, costs: Costs | None = None) -> Task:
     asked = replace(config, device=str(pick_device(config.device)))
     config = replace(asked, data_seed=seed if config.data_seed is None else config.data_seed)
     stream = PackedStream(config.stream, config.seq_len, config.data_seed, config.epochs)
-    first = config.stages()[0].tokens_per_step
+    first = config.resolved()[0].tokens_per_step
     require(first <= stream.tokens, "stream", config.stream,
             f"holds {stream.tokens:,} training tokens, but the first update takes {first:,}")
     held_out = stream.meta["validation_tokens"]
@@ -80,7 +80,7 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
     checkpoint, where it was interrupted.
     """
     ranks = Ranks.join()
-    for stage in config.stages():
+    for stage in config.resolved():
         ranks.check(stage.tokens_per_step, config.device_token_capacity)
     with ALONE, unwritten(config.runs):
         if config.clock == "modelled" and ranks.size > 1:
@@ -204,7 +204,7 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
 
     Returns the run's status.
     """
-    config, stream, run, plan = task.config, task.stream, task.run, Plan(task.config)
+    config, stream, run, plan = task.config, task.stream, task.run, Plan(task.config, state.grown)
     said, saved = time.monotonic(), state.tokens
 
     def save(kept: bool = False) -> None:
@@ -226,6 +226,7 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
             state.leave("interrupted")
             log.info(f"stopped after update {state.steps:,}; asked for again, the run goes on from there")
             return "interrupted"
+        state.grown += plan.grow(position, state.noise_scale)
         update = plan.update(position, clock.expected)
         if update is None:
             state.leave("budget")

@@ -206,7 +206,8 @@ def test_a_branch_with_another_rate_differs_from_there_on_alone(plain):
     before, after = rows(parent), rows(child)
     assert after[:5].equals(before[:5])
     assert after.loss[5] == before.loss[5]  # the same weights and tokens
-    assert after.lr[5:].tolist() == [config.learning_rate(tokens / 3840) for tokens in after.tokens[5:]]
+    assert after.lr[5:].tolist() == [config.learning_rate(tokens / 3840, config.resolved()[0])
+                                     for tokens in after.tokens[5:]]
     assert (after.lr[5:9] < before.lr[5:9]).all()
     assert (after.loss[6:] != before.loss[6:]).all()
     stage, = child.meta["stages"]
@@ -267,7 +268,8 @@ def by_hand(config, learner, packed, start, tokens):
     for end in range(size, tokens + 1, size):
         learner.accumulate(packed.read(start + end - size, size))
         learner.clip()
-        learner.apply(config.learning_rate(end / config.token_budget), config.hyperparameters(config.stages()[0]))
+        stage = config.resolved()[0]
+        learner.apply(config.learning_rate(end / config.token_budget, stage), config.hyperparameters(stage))
 
 
 @pytest.mark.parametrize(("at", "reached", "kept"), [(0, 3840, False), (1000, 1152, True), (1000, 1152, False),

@@ -29,7 +29,7 @@ def frames(arms=configs(), seeds=(0, 1, 2), lrs=(1e-3,), diverged=()):  # noqa: 
             for seed in seeds:
                 random = np.random.default_rng([seed, int(lr * 1e6)])
                 run, rows, tokens, elapsed = f"{config.arm} {lr} {seed}", [], 0, 0.0
-                stages = config.stages()
+                stages = config.resolved()
                 while tokens < config.budget:
                     progress = tokens / config.budget
                     stage = max((s for s in stages if s.start <= progress), key=lambda s: s.start)
@@ -40,7 +40,7 @@ def frames(arms=configs(), seeds=(0, 1, 2), lrs=(1e-3,), diverged=()):  # noqa: 
                     loss = 3 + 6 * (1 + 40 * progress) ** -0.7 + 0.15 * np.log2(lr / 1e-3) ** 2 * progress
                     loss += 0.1 * np.log2(config.tokens_per_step / 3072) + random.normal(0, 5 / size**0.5)
                     failed = (config.arm, lr, seed) in diverged and progress > 0.6
-                    rate = config.learning_rate(progress) * config.hyperparameters(stage).lr_multiplier
+                    rate = config.learning_rate(progress, stage)
                     rows.append(dict(run=run, step=len(rows) + 1, tokens=tokens, elapsed=elapsed, loss=loss, lr=rate,
                                      tokens_per_step=size))
                     if failed:

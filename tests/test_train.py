@@ -134,18 +134,19 @@ def test_tokens_and_rates_under_random_schedules(tiny, tmp_path_factory, data):
     # Never overshot, and another update of the last stage would have been.
     assert meta["tokens"] <= config.token_budget
     position = meta["tokens"] / config.token_budget
-    size = [stage for stage in config.stages() if stage.start <= position][-1].tokens_per_step
+    size = [stage for stage in config.resolved() if stage.start <= position][-1].tokens_per_step
     assert meta["tokens"] + size > config.token_budget
     # Read without gap or overlap.
     assert rows.tokens.tolist() == rows.tokens_per_step.cumsum().tolist()
     # The rate is one function of tokens for every schedule, and ends at its floor.
-    assert rows.lr.tolist() == [config.learning_rate(t / config.token_budget) for t in rows.tokens]
+    first = config.resolved()[0]
+    assert rows.lr.tolist() == [config.learning_rate(t / config.token_budget, first) for t in rows.tokens]
     if meta["tokens"] == config.token_budget:
         assert rows.lr.iloc[-1] == config.min_lr
     # Stages change between updates, as soon as their start is reached, and are recorded as they went.
     for row in rows.itertuples():
         before = (row.tokens - row.tokens_per_step) / config.token_budget
-        assert row.stage == max(i for i, stage in enumerate(config.stages()) if stage.start <= before)
+        assert row.stage == max(i for i, stage in enumerate(config.resolved()) if stage.start <= before)
     used = rows.groupby("stage").tokens.agg(["max", "size"])
     assert len(meta["stages"]) == count
     for i, stage in enumerate(meta["stages"]):
@@ -180,7 +181,8 @@ def test_a_modelled_time_budget_ends_with_the_first_update_past_it(tiny, costs):
 def test_rates_of_a_time_budget_are_those_of_the_updates_ends(tiny, costs):
     config = tiny(time_budget=1.0, clock="modelled", tokens_per_step=128, min_lr=0.001, warmup_fraction=0.2)
     rows = train(config, progress=quiet).metrics()
-    assert rows.lr[1:].tolist() == pytest.approx([config.learning_rate(elapsed) for elapsed in rows.elapsed[1:]])
+    stage = config.resolved()[0]
+    assert rows.lr[1:].tolist() == pytest.approx([config.learning_rate(at, stage) for at in rows.elapsed[1:]])
     assert rows.lr[0] == rows.lr[1] > 0  # the warm-up update, before the clock starts
     assert rows.lr.iloc[-1] == 0.001
 

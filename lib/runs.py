@@ -23,9 +23,10 @@ from lib.config import ROOT, RunConfig, build, under_root
 from lib.model import MiniGPT, ModelConfig
 
 OUTCOMES = ("finished", "stream_exhausted", "diverged")  # a run with one of these is not trained again; others go on
-COLUMNS = ["run", "arm", "base_tokens_per_step", "seed", "data_seed", "lr", "min_lr", "scaling_rule", "budget_kind",
-           "budget", "clock", "status", "validation_loss", "validation_bits_per_byte", "train_loss", "steps", "tokens",
-           "elapsed_seconds", "tokens_per_second", "final_lr", "clipped_share", "stages", "setting", "environment"]
+COLUMNS = ["run", "arm", "base_tokens_per_step", "seed", "data_seed", "lr", "min_lr", "lr_schedule", "scaling_rule",
+           "branch_at", "budget_kind", "budget", "clock", "status", "validation_loss", "validation_bits_per_byte",
+           "train_loss", "steps", "tokens", "elapsed_seconds", "tokens_per_second", "final_lr", "clipped_share",
+           "noise_scale", "stages", "setting", "environment"]
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}  # by the disk
 LOSSES = ["validation_loss", "validation_bits_per_byte", "train_loss"]
 # What may differ between the runs of one comparison; everything else is its setting.

@@ -105,17 +105,19 @@ def picture(nodes: list[Node]) -> str:
     return "\n".join(lines)
 
 
-def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "serial") -> list[Run]:
+def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "serial", keep: Iterable[int] = ()
+          ) -> list[Run]:
     """Train each configuration once; returns their runs in order. A bad outcome of a run does not stop the sweep.
 
     `executor` is serial (in this process, one after another), processes:N, dask:ADDRESS (of its scheduler), or any
-    concurrent.futures.Executor. The names of the runs are written to sweeps/TITLE.json beside them, so that an analysis
-    knows which belong together. Raises BadInput for a configuration or an executor that cannot work.
+    concurrent.futures.Executor. `keep` names tokens at which each run keeps a checkpoint, for branches. The names of
+    the runs are written to sweeps/TITLE.json beside them, so that an analysis knows which belong together. Raises
+    BadInput for a configuration or an executor that cannot work.
     """
     configs = list(configs)
     record = sweep_record(configs[0].runs, title)
     with workers(executor) as (pool, slots), unwritten(record.parent):
-        nodes = plan(configs)
+        nodes, keep = plan(configs), {*keep}
         todo, begin = [node for node in nodes if not node.ended], time.monotonic()
         print(f"{title}: {picture(nodes)}")
         show, said = updating_line(), begin
@@ -131,10 +133,10 @@ def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "
 
         if pool is None:
             for node in todo:
-                train(node.config, report, keep=node.keep, past=node.past, costs=node.costs)
+                train(node.config, report, keep=node.keep | keep, past=node.past, costs=node.costs)
                 node.ended = True
         else:
-            hand_out(todo, pool, slots, report)
+            hand_out(todo, pool, slots, keep, report)
         make_folder(record.parent)
         write_json(record, [node.run.name for node in nodes])
     minutes = (time.monotonic() - begin) / 60
@@ -142,7 +144,7 @@ def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "
     return [node.run for node in nodes]
 
 
-def hand_out(todo: list[Node], pool: Executor, slots: int, report: Callable[[str], None]) -> None:
+def hand_out(todo: list[Node], pool: Executor, slots: int, keep: set[int], report: Callable[[str], None]) -> None:
     """Train these runs in the pool; one that takes over a past waits for the run that has it.
 
     Raises what a run raised, and starts no other then; BrokenExecutor where a process died.
@@ -153,7 +155,7 @@ def hand_out(todo: list[Node], pool: Executor, slots: int, report: Callable[[str
         while ready or given:
             for node in ready:
                 past = node.past and (str(node.past[0].path), node.past[1])
-                given[pool.submit(work, node.config, node.costs, node.keep, past, slots)] = node
+                given[pool.submit(work, node.config, node.costs, node.keep | keep, past, slots)] = node
             done, _ = wait(given, return_when=FIRST_COMPLETED)
             ready = []
             for future in done:

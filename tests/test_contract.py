@@ -36,7 +36,7 @@ FLOORS = {
     0: ["__init__", "check"],
     1: ["noise", "rules", "schedule", "stats", "theory"],
     2: ["clock", "config", "interrupt", "model", "ranks"],
-    3: ["corpus", "machine", "plan", "runs", "state", "stream"],
+    3: ["corpus", "critical", "machine", "plan", "runs", "state", "stream"],
     4: ["branch", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],

@@ -73,10 +73,10 @@ def test_the_plan_is_printed_before_it_starts(late, capsys, monkeypatch):
     sweep(late, "late")
     assert said[0] == f"""late: 5 runs, 0 of them reused; {TRAINED:,} tokens to train, {SAVED:,} saved by common pasts
 constant 96 · lr 0.01 · seed 0 · 3,840 tokens
-├─ at 960: switch 96 to 384 at 0.25 · lr 0.01 · seed 0 · 2,688 tokens
-├─ at 1,920: switch 96 to 384 at 0.5 · lr 0.01 · seed 0 · 1,920 tokens
-├─ at 2,880: switch 96 to 384 at 0.75 · lr 0.01 · seed 0 · 768 tokens
-└─ at 3,456: switch 96 to 384 at 0.9 · lr 0.01 · seed 0 · 384 tokens
+├─ at 960: switch 96 to 384 at 0.25, lr unscaled · lr 0.01 · seed 0 · 2,688 tokens
+├─ at 1,920: switch 96 to 384 at 0.5, lr unscaled · lr 0.01 · seed 0 · 1,920 tokens
+├─ at 2,880: switch 96 to 384 at 0.75, lr unscaled · lr 0.01 · seed 0 · 768 tokens
+└─ at 3,456: switch 96 to 384 at 0.9, lr unscaled · lr 0.01 · seed 0 · 384 tokens
 """
     capsys.readouterr()
     sweep(late, "late")

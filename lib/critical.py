@@ -74,8 +74,8 @@ def implied(estimates: Mapping[float, float], smallest: int, largest: int) -> li
     """
     stages: list[list[float]] = [[0, smallest]]
     for place, estimate in sorted(estimates.items()):
-        size = next(smallest * 2**i for i in count()
-                    if smallest * 2 ** (i + 1) > min(max(estimate, smallest), largest))
+        bound = min(max(estimate, smallest), largest) * (1 + 1e-9)  # a mean of equal sizes may be a rounding below them
+        size = next(smallest * 2**i for i in count() if smallest * 2 ** (i + 1) > bound)
         if size > stages[-1][1]:
             stages = [*stages, [place, size]] if place else [[0, size]]
     return stages

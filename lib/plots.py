@@ -91,8 +91,8 @@ def height_for(labels: int) -> float:
 def label_ends(axes, ends: Sequence[tuple[float, float, str, tuple]]) -> None:
     """Write each line's name right of the axes, near its end (x, y), spread so that none overlaps another."""
     ends = sorted((end for end in ends if isfinite(end[1])), key=lambda end: end[1])
-    low, high = axes.get_ylim()
-    wanted = np.array([min(max((y - low) / (high - low), 0), 1) for _, y, *_ in ends])
+    axes.get_ylim()  # settles the limits that the places below are relative to
+    wanted = np.array([(axes.transScale + axes.transLimits).transform(end[:2])[1] for end in ends]).clip(0, 1)
     gap = 0.24 / (axes.figure.get_figheight() - 1.2)
     steps = gap * np.arange(len(ends))
     up = np.maximum.accumulate(wanted - steps)  # each pushed above the one below it …

@@ -196,3 +196,27 @@ def bins(updates: pd.DataFrame, width_tokens: float | None = None, edges: Sequen
         table = pd.DataFrame({"run": run, "start_tokens": cuts[:-1], "end_tokens": cuts[1:], "tokens": tokens})
         tables.append(table[tokens > 0].assign(loss=sums[tokens > 0] / tokens[tokens > 0]))
     return pd.concat(tables, ignore_index=True)
+
+
+def mean_interval(values: pd.Series, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Mean of the finite values, and its t interval; NaN ends below two values."""
+    finite = values[np.isfinite(values.astype(float))]
+    n = len(finite)
+    half = student.ppf((1 + confidence) / 2, n - 1) * finite.std() / sqrt(n) if n > 1 else nan
+    return float(finite.mean()), float(finite.mean() - half), float(finite.mean() + half)
+
+
+def by_choice(values: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """Mean of `y` over seeds at each `x`, with its 95 % interval: x, middle, low, high."""
+    rows = [(place, *mean_interval(group[y])) for place, group in values.groupby(x)]
+    return pd.DataFrame(rows, columns=["x", "middle", "low", "high"])
+
+
+def front(cost: Sequence[float], loss: Sequence[float]) -> list[int]:
+    """Places of the points that no other beats on both, from the cheapest on (Pareto); of equals the first."""
+    best, found = float("inf"), []
+    for place in np.lexsort((loss, cost)):
+        if loss[place] < best:
+            best = loss[place]
+            found.append(int(place))
+    return found

@@ -38,7 +38,7 @@ class Node:
     tokens: int = 0  # of the whole run; 0 where a measured clock decides
     parent: "Node | None" = None
     shared: int = 0  # tokens taken over from the parent
-    done: int = 0  # tokens up to its own last checkpoint
+    done: int = 0  # tokens up to its own last checkpoint, or its parent's
     keep: set[int] = field(default_factory=set)
 
     @property
@@ -66,7 +66,8 @@ def plan(configs: Iterable[RunConfig]) -> list[Node]:
         if node.ended:
             continue
         node.tokens = sum(update.tokens for update in updates(node.resolved, node.costs))
-        node.done = max(map(tokens_of, written(node.run)), default=0)
+        taken_over = [task.branch.tokens] if task.branch and not task.branch.weights_only else []
+        node.done = max([*map(tokens_of, written(node.run)), *taken_over], default=0)
         for other in [*nodes.values()][:-1]:
             shared = common_past(node.resolved, other.resolved, node.costs)
             if other.ended or shared <= max(other.done, other.shared):  # what it kept is all there is

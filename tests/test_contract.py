@@ -42,6 +42,7 @@ FLOORS = {
     6: ["begin"],
     7: ["train"],
     8: ["execute", "plots", "report", "study", "sweep"],
+    9: ["charts"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}

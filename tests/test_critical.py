@@ -38,6 +38,7 @@ def test_the_largest_factor_that_costs_nothing(losses, found):
     ({200: 8000, 100: 2048}, [[0, 1024], [100, 2048], [200, 4096]]),  # whatever their order
     ({100: 4096, 200: 2048}, [[0, 1024], [100, 4096]]),  # an estimate that falls takes nothing back
     ({100: 10**9}, [[0, 1024], [100, 8192]]),  # up to the largest
+    ({100: typical([2048] * 3)}, [[0, 1024], [100, 2048]]),
 ])
 def test_the_schedule_that_estimates_imply(estimates, stages):
     assert implied(estimates, 1024, 8192) == stages
@@ -58,11 +59,13 @@ def test_sizes_that_double_have_a_geometric_mean():
     assert typical([1024, 2048, 4096, 8192]) == pytest.approx(1024 * 2**1.5)
 
 
-def test_branches_of_a_run_begin_in_its_state_and_take_more_tokens_a_step(tiny):
+def test_branches_of_a_run_begin_in_its_state_and_take_more_tokens_a_step(tiny, capsys):
     parent = tiny(tokens_per_step=32, lr_schedule="constant", token_budget=1920, noise_every=2, warmup_fraction=0.1)
     (run,) = sweep([parent], "parent", keep=[640, 1280])
     made = branches(parent, run.name, [640, 1280], [1, 2, 4], 256)
+    capsys.readouterr()
     done = sweep(made, "branches")
+    assert f"{6 * 256:,} tokens to train" in capsys.readouterr().out
     rows = frame(done)
     assert rows.base_tokens_per_step.tolist() == [32, 64, 128] * 2
     assert rows.lr.tolist() == pytest.approx([0.01, 0.0141421, 0.02] * 2)
@@ -70,8 +73,8 @@ def test_branches_of_a_run_begin_in_its_state_and_take_more_tokens_a_step(tiny):
     assert [child.meta["tokens"] for child in done] == [896] * 3 + [1536] * 3
     assert not (run.path.parent / "pasts").exists()  # the parent kept its checkpoints
     # k = 1 is the parent itself, but for the splits that measure noise.
-    straight = train(tiny(tokens_per_step=32, lr_schedule="constant", token_budget=896, warmup_fraction=192 / 896), quiet)
-    assert rows.validation_loss[0] == pytest.approx(straight.meta["validation_loss"], abs=1e-3)
+    straight = tiny(tokens_per_step=32, lr_schedule="constant", token_budget=896, warmup_fraction=192 / 896)
+    assert rows.validation_loss[0] == pytest.approx(train(straight, quiet).meta["validation_loss"], abs=1e-3)
     found = measured(rows, 0.01)
     assert found.tokens.tolist() == [640, 1280]
     assert set(found.critical) <= {32, 64, 128}

@@ -1,0 +1,92 @@
+"""Figures of what a choice does to the loss: a switch point, a critical batch, an arm among all arms."""
+
+from collections.abc import Mapping
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lib import stats
+from lib.plots import GREY, STYLE, colour, height_for, label_ends, line_style, new_figure, order
+
+PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # of Okabe and Ito, for lines that are no arms
+
+
+@mpl.rc_context(STYLE)
+def against(lines: Mapping[str, pd.DataFrame], title: str, xlabel: str, ylabel: str,
+            levels: Mapping[str, tuple[float, float, float]] | None = None, doubling: bool = False) -> Figure:
+    """Means with intervals against a choice: frames of x, middle, low and high, a line each.
+
+    `levels` are arms to compare with that make no such choice: mean, low and high, drawn across. `doubling` has the
+    vertical axis in powers of two.
+    """
+    levels = levels or {}
+    figure, axes = new_figure(height=height_for(len(lines) + len(levels)))
+    ends, last = [], max(line["x"].max() for line in lines.values())
+    for (name, (mean, low, high)), style in zip(levels.items(), [":", "-."] * len(levels), strict=False):
+        axes.axhline(mean, color=colour(name), lw=1.5, ls=style)
+        axes.axhspan(low, high, color=colour(name), alpha=0.12, lw=0)
+        ends.append((last, mean, name, colour(name)))
+    for (name, line), tint, marker in zip(lines.items(), PALETTE * len(lines), "osD^" * len(lines), strict=False):
+        axes.plot(line["x"], line["middle"], color=tint, marker=marker, mec="white", ms=7)
+        axes.vlines(line["x"], line["low"], line["high"], color=tint, lw=1.5, alpha=0.7)
+        seen = line[np.isfinite(line["middle"].astype(float))]
+        if len(seen):
+            ends.append((seen["x"].iloc[-1], seen["middle"].iloc[-1], name, tint))
+    if doubling:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    label_ends(axes, ends)
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def catch_up(runs: pd.DataFrame, updates: pd.DataFrame, constant: str, title: str) -> Figure:
+    """Training loss against updates after the switch, a panel an arm, with the constant large arm from there on.
+
+    `runs` are late switches and the arm called `constant`; lines are means over the seeds.
+    """
+    arms = sorted(set(runs["arm"]) - {constant}, key=order)
+    figure, panels = new_figure(len(arms), 1 + 1.7 * len(arms), title, sharex=True)
+    updates = updates.merge(runs[["run", "arm"]], on="run")
+    for axes, arm in zip(np.atleast_1d(panels), arms, strict=True):
+        tail = updates[(updates["arm"] == arm) & (updates["stage"] == 1)]
+        begin = (tail["tokens"] - tail["tokens_per_step"]).min()
+        size = tail["tokens_per_step"].iloc[0]
+        whole = updates[(updates["arm"] == constant) & (updates["tokens"] > begin)]
+        for name, rows in ((constant, whole), (arm, tail)):
+            place = np.ceil((rows["tokens"] - begin) / size).astype(int)
+            mean = rows["loss"].groupby(place).mean()
+            axes.plot(mean.index, mean, color=colour(name), ls=line_style(name), label=name)
+        axes.set_ylabel("loss, nat")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9)
+    np.atleast_1d(panels)[-1].set_xlabel("updates after the switch")
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def fronts(summary: pd.DataFrame, title: str) -> Figure:
+    """Loss against tokens, updates and time of each arm, with the front of those that no other beats on both.
+
+    `summary` has a row an arm and rate: arm, validation_loss, tokens, steps and elapsed_seconds.
+    """
+    costs = {"tokens": ("tokens, millions", 1e6), "steps": ("updates", 1), "elapsed_seconds": ("time, seconds", 1)}
+    figure = Figure(figsize=(8, 4 + 0.17 * len(summary)), dpi=110, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+    panels = figure.subplots(1, 3, sharey=True)
+    summary = summary.sort_values("arm", key=lambda arms: arms.map(order)).reset_index(drop=True)
+    for axes, (cost, (words, unit)) in zip(panels, costs.items(), strict=True):
+        x, y = summary[cost].to_numpy(float) / unit, summary["validation_loss"].to_numpy(float)
+        best = stats.front(x, y)
+        axes.plot(x[best], y[best], color=GREY, lw=1, drawstyle="steps-post", zorder=1)
+        for place, row in enumerate(summary.itertuples()):
+            axes.plot(x[place], y[place], "osD^v"[place % 5], color=colour(row.arm), mec="white", ms=9, label=row.arm)
+        axes.set_xlabel(words)
+        if cost != "tokens":
+            axes.set_xscale("log")
+    panels[0].set_ylabel("validation loss, nat")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", fontsize=9, ncols=2)
+    return figure

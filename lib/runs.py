@@ -265,6 +265,7 @@ def in_a_row(run: Run) -> dict:
         setting |= {"stream": meta["stream"]["sha256"], "parameters": meta["parameters"], "parent": meta.get("parent")}
         return asdict(config) | meta | {name: meta[name] and float(meta[name]) for name in LOSSES} | {
             "run": run.name, "arm": config.arm, "base_tokens_per_step": config.tokens_per_step,
+            "lr_schedule": config.lr_schedule,
             "budget_kind": meta["budget"]["kind"], "budget": meta["budget"]["value"], "setting": digest(setting)}
     except (KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"

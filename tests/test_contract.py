@@ -29,7 +29,7 @@ SCALES = sorted(path.name for path in (ROOT / "params").iterdir() if path.is_dir
 # What tells one arm from another; every other parameter describes model, data and machine, and agrees within a scale.
 OF_AN_ARM = {"lr", "min_lr", "schedule", "batch_dividers", "stage_length", "scaling_rule", "wd_rule", "seed",
              "data_seed"}
-SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(kind)} - OF_AN_ARM | {"seeds", "lrs"}
+SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(kind)} - OF_AN_ARM | {"lrs"}
 
 # A file of lib imports only from floors below its own. The two lowest are pure: no torch, no files.
 FLOORS = {
@@ -37,7 +37,7 @@ FLOORS = {
     1: ["noise", "rules", "schedule", "stats", "theory"],
     2: ["clock", "config", "interrupt", "model", "ranks"],
     3: ["corpus", "critical", "machine", "plan", "runs", "state", "stream"],
-    4: ["branch", "prepare", "step"],
+    4: ["advice", "branch", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],
     7: ["train"],

@@ -56,7 +56,7 @@ def test_a_noisy_quadratic_follows_the_law(s, beta):
     for at in (0.25, 0.5, 0.75, 0.9):
         batch = np.repeat([float(small), float(large)], [int(at * budget / small), int((1 - at) * budget / large)])
         measured, predicted = quadratic(batch, s, beta), simulate(found.law, batch)
-        assert predicted[-1] == pytest.approx(measured[-1], rel=0.08)
+        assert predicted[-1] == pytest.approx(measured[-1], rel=0.1)
         after = int(at * budget / small) + 5  # the fall after the switch, too
         assert predicted[after] == pytest.approx(measured[after], rel=0.1)
     # The exponents of the quadratic itself, from late times without noise, and of how its noise fades.

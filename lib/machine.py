@@ -1,5 +1,6 @@
-"""Where a result was made: versions, device, threads and commit."""
+"""The machine: device, memory, and what to write beside a result of where it was made."""
 
+import ctypes
 import platform
 import re
 import subprocess
@@ -22,6 +23,17 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise BadInput(f"device = {name!r}: is not available here; auto takes what there is") from None
     return torch.device(name)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, where glibc manages it.
+
+    By default glibc returns large tensors to the system, and the next update pays a page fault for every 4 KiB again.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is not returned
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.clock import Costs
 from lib.config import RunConfig, under_root
-from lib.machine import device_name, environment, pick_device
+from lib.machine import device_name, environment, keep_memory, pick_device
 from lib.model import MiniGPT, ModelConfig
 from lib.ranks import Ranks
 from lib.rules import Hyperparameters
@@ -41,6 +41,7 @@ class Learner:
 
     def __init__(self, config: RunConfig, vocab_size: int, ranks: Ranks | None = None):
         self.device, self.ranks = pick_device(config.device), ranks or Ranks()
+        keep_memory()
         self.micro_batch = config.device_token_capacity
         self.grad_clip = config.grad_clip or inf
         self.autocast = partial(torch.autocast, self.device.type, DTYPES.get(config.precision),

@@ -11,6 +11,8 @@ from lib.machine import environment, pick_device
 # Column names in words, in the order of a table, with the format of their numbers.
 COLUMNS = {
     "budget_kind": ("budget in", "{}"),
+    "lr_schedule": ("lr curve", "{}"),
+    "branch_at": ("branched at, tokens", "{:,.0f}"),
     "arm": ("arm", "{}"),
     "lr": ("lr", "{:.4g}"),
     "own": ("own best lr", "{:.4g}"),
@@ -27,6 +29,7 @@ COLUMNS = {
     "tried": ("rates tried", "{}"),
     "at_edge": ("at the grid's edge", "{}"),
 }
+KEYS = [COLUMNS[name][0] for name in ("budget_kind", "lr_schedule", "branch_at", "arm")]  # what names a row
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -38,7 +41,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
         shown[words] = [form.format(value) if pd.notna(value) and value != "" else "–" for value in frame[name]]
         if f"{name}_sd" in frame:
             shown[words] += [f" ± {form.format(sd)}" if pd.notna(sd) else "" for sd in frame[f"{name}_sd"]]
-    return shown.set_index([name for name in ("budget in", "arm") if name in shown])
+    return shown.set_index([name for name in KEYS if name in shown])
 
 
 def verdicts(comparisons: dict[str, stats.Comparison]) -> pd.DataFrame:

@@ -23,6 +23,13 @@ def test_a_table_has_words_units_and_spread():
     assert shown.loc[("tokens", "dividers 12,4,1"), "tokens"] == "1,105,920"
 
 
+def test_what_groups_the_rows_names_them():
+    by = ["lr_schedule", "branch_at", "arm"]
+    shown = report.table(summary(runs().assign(lr_schedule=["cosine"] * 3 + ["constant"] * 3, branch_at=8192), by))
+    assert list(shown.index.names) == ["lr curve", "branched at, tokens", "arm"]
+    assert shown.index.tolist() == [("cosine", "8,192", "constant 1,024"), ("constant", "8,192", "dividers 12,4,1")]
+
+
 def test_what_failed_is_seen_and_a_missing_number_is_a_dash():
     failed = runs()
     failed.loc[failed.arm == "constant 1,024", ["status", "validation_loss"]] = ["diverged", np.nan]

@@ -1,7 +1,7 @@
 """What to set: the arm that did best, as a params file that runs as it stands."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 
 import pandas as pd
 import yaml
@@ -9,7 +9,9 @@ import yaml
 from lib import stats
 from lib.check import require
 from lib.config import RunConfig, under_root
-from lib.runs import make_folder, write_whole
+from lib.report import listed
+from lib.runs import frame, make_folder, write_whole
+from lib.sweep import sweep
 
 
 def best_arm(runs: pd.DataFrame, arms: Mapping[str, RunConfig]) -> RunConfig:
@@ -21,6 +23,22 @@ def best_arm(runs: pd.DataFrame, arms: Mapping[str, RunConfig]) -> RunConfig:
     means = {arm: mean for arm, mean in means.items() if mean == mean}
     require(bool(means), "runs", sorted(arms), "must have an arm that finished on every seed")
     return arms[min(means, key=means.get)]
+
+
+def recommend(winner: RunConfig, rivals: Sequence[RunConfig], fresh_seeds: Sequence[int], margin: float, name: str,
+              executor: str = "serial") -> list[str]:
+    """Train the winner and its rivals on seeds that had no say, write its params file, and say what to set and gain."""
+    configs = [replace(config, seed=seed) for seed in fresh_seeds for config in (winner, *rivals)]
+    fresh = {arm: stats.losses(group) for arm, group in frame(sweep(configs, f"{name} verification", executor))
+             .groupby("arm")}
+    gains = [stats.compare(fresh[winner.arm], fresh[rival.arm], margin).sentence(winner.arm, rival.arm)
+             for rival in rivals]
+    path = write_params(winner, name, f"{winner.arm}, verified on seeds {[*fresh_seeds]}:\n" + "\n".join(gains))
+    rule = f" at T {winner.tokens_per_step:,}, scaling rule {winner.scaling_rule}" if winner.schedule != "constant" else ""
+    budget = f"{winner.token_budget:,} tokens" if winner.token_budget else f"{winner.time_budget:g} seconds"
+    return [f"For this model and data, and {budget}: {winner.arm}, in micro-batches of "
+            f"{winner.device_token_capacity:,} tokens, lr {winner.lr:g}{rule}, betas {winner.beta1:g} and "
+            f"{winner.beta2:g}; `python -m lib.train {path}` runs it", "On fresh seeds, " + listed(gains)]
 
 
 def write_params(config: RunConfig, name: str, words: str) -> str:

@@ -70,19 +70,23 @@ def catch_up(runs: pd.DataFrame, updates: pd.DataFrame, constant: str, title: st
 def fronts(summary: pd.DataFrame, title: str) -> Figure:
     """Loss against tokens, updates and time of each arm, with the front of those that no other beats on both.
 
-    `summary` has a row an arm and rate: arm, validation_loss, tokens, steps and elapsed_seconds.
+    `summary` has a row an arm and budget: budget_kind, arm, validation_loss, tokens, steps and elapsed_seconds. Runs
+    with a time budget are hollow.
     """
     costs = {"tokens": ("tokens, millions", 1e6), "steps": ("updates", 1), "elapsed_seconds": ("time, seconds", 1)}
     figure = Figure(figsize=(8, 4 + 0.17 * len(summary)), dpi=110, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13)
     panels = figure.subplots(1, 3, sharey=True)
+    markers = {arm: "osD^v"[place % 5] for place, arm in enumerate(sorted(set(summary["arm"]), key=order))}
     summary = summary.sort_values("arm", key=lambda arms: arms.map(order)).reset_index(drop=True)
     for axes, (cost, (words, unit)) in zip(panels, costs.items(), strict=True):
         x, y = summary[cost].to_numpy(float) / unit, summary["validation_loss"].to_numpy(float)
         best = stats.front(x, y)
         axes.plot(x[best], y[best], color=GREY, lw=1, drawstyle="steps-post", zorder=1)
         for place, row in enumerate(summary.itertuples()):
-            axes.plot(x[place], y[place], "osD^v"[place % 5], color=colour(row.arm), mec="white", ms=9, label=row.arm)
+            hollow = row.budget_kind == "seconds"
+            axes.plot(x[place], y[place], markers[row.arm], color=colour(row.arm), ms=8, mew=1.5, zorder=2,
+                      mfc="white" if hollow else None, label=row.arm + (", fixed time" if hollow else ""))
         axes.set_xlabel(words)
         if cost != "tokens":
             axes.set_xscale("log")

@@ -56,6 +56,33 @@ def compare_arms(runs: pd.DataFrame, chosen: pd.DataFrame, treatments: Sequence[
     }
 
 
+def hypotheses(runs: pd.DataFrame, baselines: Sequence[str], margin: float) -> pd.DataFrame:
+    """Whether at least one schedule differs from, or is better than, each constant T, under each budget; a row each.
+
+    `runs` hold each arm at one rate. Of many schedules one is "better" by luck sooner or later: each of k is tested at
+    a confidence of 1 − 0.05 / k (Bonferroni). Supported takes one that is better (to differ: or worse); refuted
+    takes all of them worse or equivalent (to differ: equivalent); else it is open.
+    """
+    rows = []
+    for budget in BUDGETS:
+        measured = {arm: stats.losses(group) for arm, group in runs[runs["budget_kind"] == budget].groupby("arm")}
+        schedules = [arm for arm in measured if not arm.startswith("constant")]
+        for baseline in dict.fromkeys(arm for arm in baselines if arm in measured and schedules):
+            tests = {arm: stats.compare(measured[arm], measured[baseline], margin, 1 - 0.05 / len(schedules))
+                     for arm in schedules}
+            found = {verdict: [arm for arm, test in tests.items() if test.verdict == verdict]
+                     for verdict in ("better", "worse", "equivalent", "inconclusive")}
+            better, worse = found["better"], found["worse"]
+            for claim, proof in (("differs from", better + worse), ("is better than", better)):
+                rows.append({
+                    "fixed": budget, "hypothesis": f"at least one schedule {claim} {baseline}",
+                    "verdict": "supported" if proof else "open" if found["inconclusive"] else "refuted",
+                    **{verdict: len(arms) for verdict, arms in found.items()},
+                    "lowest": min(tests, key=lambda arm: tests[arm].difference),
+                })
+    return pd.DataFrame(rows)
+
+
 def labelled(tests: Tests, budget: str) -> dict[str, Comparison]:
     """The comparisons of one budget by a name for a figure or a table."""
     return {f"{treatment}\nagainst {baseline}, {kind} rates": test

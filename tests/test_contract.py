@@ -37,12 +37,12 @@ FLOORS = {
     1: ["noise", "rules", "schedule", "stats", "theory"],
     2: ["clock", "config", "interrupt", "model", "ranks"],
     3: ["corpus", "critical", "machine", "plan", "runs", "state", "stream"],
-    4: ["advice", "branch", "prepare", "step"],
+    4: ["branch", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],
     7: ["train"],
     8: ["execute", "plots", "report", "study", "sweep"],
-    9: ["charts"],
+    9: ["advice", "charts"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}

@@ -34,7 +34,8 @@ def recommend(winner: RunConfig, rivals: Sequence[RunConfig], fresh_seeds: Seque
     gains = [stats.compare(fresh[winner.arm], fresh[rival.arm], margin).sentence(winner.arm, rival.arm)
              for rival in rivals]
     path = write_params(winner, name, f"{winner.arm}, verified on seeds {[*fresh_seeds]}:\n" + "\n".join(gains))
-    rule = f" at T {winner.tokens_per_step:,}, scaling rule {winner.scaling_rule}" if winner.schedule != "constant" else ""
+    changes = winner.schedule != "constant"
+    rule = f" at T {winner.tokens_per_step:,}, scaling rule {winner.scaling_rule}" if changes else ""
     budget = f"{winner.token_budget:,} tokens" if winner.token_budget else f"{winner.time_budget:g} seconds"
     return [f"For this model and data, and {budget}: {winner.arm}, in micro-batches of "
             f"{winner.device_token_capacity:,} tokens, lr {winner.lr:g}{rule}, betas {winner.beta1:g} and "

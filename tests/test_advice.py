@@ -1,11 +1,16 @@
 """What is recommended is what did best, and runs as it stands."""
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
-from lib.advice import best_arm, write_params
+from lib.advice import best_arm, recommend, write_params
 from lib.check import BadInput
 from lib.config import RunConfig, read_arguments
+from lib.runs import load_runs
+from lib.stats import compare, losses
+from lib.sweep import swept
 from lib.train import resolve
 
 
@@ -37,3 +42,16 @@ def test_a_recommendation_is_the_run_itself(tiny, arm):
     assert resolve(read_arguments(RunConfig, [path])).run.name == resolve(config).run.name
     with open(path) as file:
         assert file.readline() == "# An arm.\n"
+
+
+def test_a_recommendation_is_verified_on_fresh_seeds(tiny):
+    small, large = tiny(tokens_per_step=96), tiny()
+    what, gain = recommend(small, [large], [7, 8], 0.02, "recommended")
+    assert what.startswith("For this model and data, and 3,840 tokens: constant 96, in micro-batches of 32 tokens")
+    fresh, _ = load_runs(small.runs)
+    assert set(fresh.run) == set(swept(small.runs, "recommended verification"))
+    assert set(fresh.seed) == {7, 8}
+    of = {arm: losses(group) for arm, group in fresh.groupby("arm")}
+    assert gain == "On fresh seeds, " + compare(of["constant 96"], of["constant 384"], 0.02).sentence(
+        "constant 96", "constant 384")
+    assert gain.removeprefix("On fresh seeds, ") in Path(small.runs, "recommended.yaml").read_text()

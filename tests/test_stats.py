@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from lib.check import BadInput
-from lib.stats import best, bins, compare, completed, losses, noise_floor, summary
+from lib.stats import best, bins, by_choice, compare, completed, front, losses, mean_interval, noise_floor, summary
 
 # Hours of extra sleep under two drugs, by patient: Student (1908), Biometrika 6; R's `sleep`.
 DRUG_1 = pd.Series([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0])
@@ -246,3 +246,27 @@ def test_an_update_across_an_edge_is_split():
 def test_a_loss_that_is_not_finite_spoils_no_earlier_bin():
     table = bins(a_log([(4, 1.0), (4, 2.0), (4, float("inf")), (4, 1.0)]), 4)
     assert table["loss"].tolist() == pytest.approx([1, 2, nan, nan], nan_ok=True)
+
+
+def test_the_interval_of_a_mean_is_students():
+    low, high = scipy_stats.t.interval(0.95, len(DRUG_1) - 1, DRUG_1.mean(), scipy_stats.sem(DRUG_1))
+    assert mean_interval(DRUG_1) == pytest.approx((DRUG_1.mean(), low, high))
+    assert mean_interval(pd.concat([DRUG_1, series(nan)], ignore_index=True)) == mean_interval(DRUG_1)
+    alone = mean_interval(series(2.5))
+    assert alone[0] == 2.5
+    assert isnan(alone[1])
+    assert isnan(alone[2])
+
+
+def test_a_choice_has_a_mean_and_an_interval_at_each_of_its_values():
+    values = pd.DataFrame({"at": [0.5] * 10 + [0.25] * 10, "loss": [*DRUG_1, *DRUG_2]})
+    found = by_choice(values, "at", "loss")
+    assert found.x.tolist() == [0.25, 0.5]
+    assert [*found.iloc[1][1:]] == pytest.approx(mean_interval(DRUG_1))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
+def test_the_front_is_what_no_other_point_beats(points):
+    cost, loss = zip(*points, strict=True)
+    beaten = {p for p in points for q in points if q != p and q[0] <= p[0] and q[1] <= p[1]}
+    assert [points[place] for place in front(cost, loss)] == sorted(set(points) - beaten)

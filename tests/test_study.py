@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from lib.check import BadInput
-from lib.study import best_constant, choose, compare_arms, conclusion, labelled
+from lib.study import best_constant, choose, compare_arms, conclusion, hypotheses, labelled
 
 BASE, SMALL, RAMP = "constant 1,024", "constant 256", "dividers 4,1 of 1,024"
 T = {BASE: 1024, SMALL: 256, RAMP: 1024}
@@ -78,3 +78,30 @@ def test_equal_rates_are_named_as_such():
 def test_runs_that_are_missing_are_named():
     with pytest.raises(BadInput, match=r"dividers 4,1 of 1,024 at lr 0\.02"):
         compare_arms(final({(BASE, 0.04): 5.0}), choose(tuning(), BASE), [RAMP], [BASE], margin=0.02)
+
+
+@pytest.mark.parametrize(("effects", "differs", "better"), [
+    ([-0.5, 0.5], "supported", "supported"),  # one that wins is enough
+    ([0.5, 0.5], "supported", "refuted"),
+    ([0.0, 0.5], "supported", "refuted"),  # equivalent is not better
+    ([0.0, 0.0], "refuted", "refuted"),
+])
+def test_hypotheses_of_at_least_one_schedule(effects, differs, better):
+    T.update({f"ramp {number}": 1024 for number in range(len(effects))})
+    ramps = {(f"ramp {number}", 0.04): 5.0 + effect for number, effect in enumerate(effects)}
+    runs = final({(BASE, 0.04): 5.0} | ramps)
+    found = hypotheses(runs, [BASE, BASE], margin=0.05)
+    assert found["fixed"].tolist() == ["tokens", "tokens", "seconds", "seconds"]
+    assert found["verdict"].tolist() == [differs, better] * 2
+    assert set(found["lowest"]) == {f"ramp {np.argmin(effects)}"} or effects[0] == effects[1]
+
+
+def test_one_of_many_schedules_is_not_better_by_luck():
+    """Eight schedules that change nothing: at 95 % each, one would be called better in one study of five."""
+    random, found = np.random.default_rng(0), []
+    for _ in range(80):
+        runs = pd.DataFrame([{"arm": arm, "seed": seed, "validation_loss": random.normal(5, 0.1), "status": "finished",
+                              "budget_kind": "tokens"}
+                             for arm in (BASE, *(f"ramp {number}" for number in range(8))) for seed in range(5)])
+        found.append(hypotheses(runs, [BASE], margin=1e-6).verdict[1])
+    assert found.count("supported") <= 8  # of 80, at 5 % and below

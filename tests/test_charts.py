@@ -1,0 +1,78 @@
+"""Figures of a choice: what they draw is what they were given, beside no legend, with everything in the frame."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib import colors
+from matplotlib.text import Text
+
+from lib.charts import against, catch_up, fronts
+from lib.config import RunConfig
+from lib.plots import colour
+
+SMALL, LARGE, LATE = "constant 1,024", "constant 12,288", "switch 1,024 to 12,288 at 0.5, lr unscaled"
+LINE = pd.DataFrame({"x": [0.25, 0.5, 0.75], "middle": [4.2, 4.1, 4.15], "low": [4.1, 4.05, 4.1],
+                     "high": [4.3, 4.15, 4.2]})
+
+
+def check(figure):
+    """Labels and legends lie beside the axes, inside the frame and off each other."""
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for axes in figure.axes for text in axes.texts]
+    boxes += [axes.get_legend().get_window_extent() for axes in figure.axes if axes.get_legend()]
+    boxes += [legend.get_window_extent() for legend in figure.legends]
+    assert boxes
+    for place, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1 + 1
+        assert not any(axes.bbox.overlaps(box) for axes in figure.axes)
+        assert not any(box.overlaps(other) for other in boxes[:place])
+    assert all(axes.get_xlabel() for axes in figure.axes[-1:])
+    return figure
+
+
+@pytest.mark.parametrize("doubling", [False, True])
+def test_a_choice_is_drawn_with_its_intervals_between_arms_that_make_none(doubling):
+    levels = {SMALL: (4.0, 3.9, 4.1), LARGE: (5.0, 4.9, 5.1)}
+    (axes,) = check(against({"late switch": LINE}, "Title", "switch", "loss, nat", levels, doubling)).axes
+    line = next(line for line in axes.lines if len(line.get_xdata()) == 3)
+    assert line.get_ydata().tolist() == LINE.middle.tolist()
+    assert {colors.to_hex(line.get_color()) for line in axes.lines} >= {colors.to_hex(colour(arm)) for arm in levels}
+    assert {text.get_text() for text in axes.texts} >= {"late switch", *levels}
+    assert axes.get_yscale() == ("log" if doubling else "linear")
+
+
+def test_a_choice_whose_last_places_have_no_number_is_labelled_where_it_ends():
+    line = LINE.assign(middle=[4.2, np.nan, np.nan])
+    check(against({"a": line, "b": LINE}, "Title", "x", "y"))
+
+
+def test_catch_up_lays_the_constant_over_the_tail_update_by_update():
+    """Loss is the place in the stream here, so that both lines are the same where they lie right."""
+    rows = []
+    for arm, small in ((LARGE, 0), (LATE, 6)):
+        sizes = [1024] * small * 12 + [12_288] * (12 - small)
+        ends = np.cumsum(sizes)
+        rows += [dict(run=arm, tokens=end, tokens_per_step=size, stage=int(size > 1024 and small > 0), loss=end / 1e5)
+                 for end, size in zip(ends, sizes, strict=True)]
+    runs = pd.DataFrame({"run": [LARGE, LATE], "arm": [LARGE, LATE]})
+    (axes,) = check(catch_up(runs, pd.DataFrame(rows), LARGE, "Title")).axes
+    of = {line.get_label(): line for line in axes.lines}
+    assert of[LATE].get_xdata().tolist() == of[LARGE].get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
+    assert of[LATE].get_ydata() == pytest.approx(of[LARGE].get_ydata())
+
+
+def test_fronts_join_what_no_other_beats():
+    base = dict(token_budget=122_880, tokens_per_step=12_288, device_token_capacity=1024, seq_len=256)
+    arms = [RunConfig(**base).arm, SMALL, "constant 3,072", LATE, "seesaw 1,024 to 12,288 by 2",
+            "dividers 12,4,1 of 12,288, sde-power, decay per token"]
+    costs = pd.DataFrame({"arm": arms, "budget_kind": "tokens", "validation_loss": [5.0, 4.0, 4.5, 4.6, 4.1, 4.9],
+                          "tokens": 1.1e6, "steps": [90, 1080, 360, 600, 702, 510],
+                          "elapsed_seconds": [36, 39, 35, 38, 37, 40]})
+    costs = pd.concat([costs, costs.iloc[:2].assign(budget_kind="seconds", elapsed_seconds=36)])
+    figure = check(fronts(costs, "Title"))
+    tokens, steps, _ = figure.axes
+    assert tokens.lines[0].get_ydata().tolist() == [4.0]
+    assert steps.lines[0].get_xdata().tolist() == [90, 360, 702, 1080]
+    hollow = [line for line in steps.lines if colors.to_hex(line.get_markerfacecolor()) == "#ffffff"]
+    assert len(hollow) == 2

@@ -196,6 +196,8 @@ class RunConfig:
             words = f"dividers {','.join(f'{d:g}' for d in self.batch_dividers)} of {self.tokens_per_step:,}"
             even = all(abs(start - i / len(starts)) <= 0.01 for i, start in enumerate(starts))
             return words if even else f"{words} at {', '.join(f'{start:.3g}' for start in starts)}"
+        if self.schedule == "seesaw" and self.max_tokens_per_step == self.tokens_per_step:
+            return f"constant {self.tokens_per_step:,}, lr in steps of {self.alpha:g}"
         if self.max_tokens_per_step:
             by = f" by {self.alpha:g}" if self.alpha else ""
             return f"{self.schedule} {self.tokens_per_step:,} to {self.max_tokens_per_step:,}{by}"

@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from math import isfinite, log2
-from re import findall, match
+from re import findall, fullmatch, match
 from zlib import crc32
 
 import matplotlib as mpl
@@ -54,8 +54,8 @@ def colour(arm: str) -> tuple[float, float, float]:
 
 
 def line_style(arm: str) -> str | tuple:
-    """Solid for constants, long dashes for schedules."""
-    return "-" if arm.startswith("constant") else (0, (6, 1.2))
+    """Solid for constants, long dashes for schedules, of T or of a constant T's learning rate."""
+    return "-" if fullmatch(r"constant [\d,]+", arm) else (0, (6, 1.2))
 
 
 def order(arm: str) -> tuple:

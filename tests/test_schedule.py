@@ -164,6 +164,20 @@ def test_seesaw_keeps_lr_times_root_t_and_then_cuts_by_alpha(alpha, curve, floor
     assert stages[-1].level / alpha < max(floor, 1e-3)  # no cut is left out
 
 
+@pytest.mark.parametrize("alpha", [1.1, 2.0])
+def test_a_seesaw_whose_cap_is_its_t_is_the_step_decay_of_a_constant_t(alpha):
+    """The curve where it has been cut, from above: what a Seesaw is to be held against."""
+    config, curve = seesaw(alpha, cap=1000), RunConfig(lr_schedule="cosine", lr=1.0, min_lr=0, warmup_fraction=0.0,
+                                                       token_budget=4_000_000, tokens_per_step=1000, seq_len=2,
+                                                       device_token_capacity=2)
+    config = replace(config, lr=1.0, min_lr=0.0, warmup_fraction=0.0)
+    assert {stage.tokens_per_step for stage in config.resolved()} == {1000}
+    for stage in config.resolved():
+        assert config.learning_rate(stage.start, stage) == pytest.approx(
+            curve.learning_rate(stage.start, curve.resolved()[0]), abs=1e-6)
+    assert config.arm == f"constant 1,000, lr in steps of {alpha:g}"
+
+
 def test_seesaw_cuts_nothing_in_the_warm_up():
     config = replace(seesaw(), warmup_fraction=0.2)
     first, second = config.resolved()[:2]

@@ -29,7 +29,7 @@ def against(lines: Mapping[str, pd.DataFrame], title: str, xlabel: str, ylabel: 
         axes.axhspan(low, high, color=colour(name), alpha=0.12, lw=0)
         ends.append((last, mean, name, colour(name)))
     for (name, line), tint, marker in zip(lines.items(), PALETTE * len(lines), "osD^" * len(lines), strict=False):
-        axes.plot(line["x"], line["middle"], color=tint, marker=marker, mec="white", ms=7)
+        axes.plot(line["x"], line["middle"], color=tint, marker=marker if len(line) <= 12 else "", mec="white", ms=7)
         axes.vlines(line["x"], line["low"], line["high"], color=tint, lw=1.5, alpha=0.7)
         seen = line[np.isfinite(line["middle"].astype(float))]
         if len(seen):

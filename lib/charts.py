@@ -94,3 +94,30 @@ def fronts(summary: pd.DataFrame, title: str) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize=9, ncols=2)
     return figure
+
+
+@mpl.rc_context(STYLE)
+def overlay(curves: pd.DataFrame, reference: str, title: str, xlabel: str, excluded: float = 0.0) -> Figure:
+    """Loss of each arm, and below it less that of the `reference` arm at the same place.
+
+    `curves` has a row a place and arm: x, arm, loss. What lies before `excluded` counts in no comparison: hatched, and
+    with no say in the lower panel's range.
+    """
+    wide = curves.pivot(index="x", columns="arm", values="loss")
+    figure, (above, below) = new_figure(2, 7.5, title, sharex=True)
+    for axes, table in ((above, wide), (below, wide.sub(wide[reference], axis="index"))):
+        counted, ends = table[table.index >= excluded], []
+        for arm in sorted(table, key=order):
+            line = table[arm].dropna()
+            axes.plot(line.index, line, color=colour(arm), ls=line_style(arm), label=arm)
+            if len(line):
+                ends.append((line.index[-1], line.iloc[-1], arm, colour(arm)))
+        low, high = counted.min().min(), counted.max().max()
+        if low < high:
+            axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
+        if excluded > wide.index.min():
+            axes.axvspan(wide.index.min(), excluded, facecolor="none", edgecolor=GREY, hatch="///", lw=0, alpha=0.4)
+        label_ends(axes, ends)
+    above.set_ylabel("loss, nat")
+    below.set(ylabel=f"less that of {reference}, nat", xlabel=xlabel)
+    return figure

@@ -1,6 +1,5 @@
 """What a user sets: flat, typed and checked before anything is written."""
 
-import difflib
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ from zlib import crc32
 import yaml
 
 from lib import schedule as schedules
-from lib.check import BadInput, Unwritten, require
+from lib.check import BadInput, Unwritten, require, require_known
 from lib.rules import SCALING_RULES, WD_RULES, Hyperparameters, rescale
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,9 +271,7 @@ def build(kind: type, values: Mapping[str, object]):
     """The configuration with these values; BadInput for a name it does not have, with the nearest one it has."""
     names = [field.name for field in fields(kind)]
     for name, value in values.items():
-        near = difflib.get_close_matches(str(name), names, 1)
-        require(name in names, str(name), value, f"is not a parameter of {kind.__name__}"
-                + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}"))
+        require_known(name, names, str(name), value, kind.__name__)
     return kind(**values)
 
 

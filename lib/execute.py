@@ -7,7 +7,6 @@ of the scale. Paths count from the repository, where the kernels run too: none o
 
 import contextlib
 import datetime
-import difflib
 import re
 import signal
 import sys
@@ -29,7 +28,7 @@ from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 from traitlets import Float
 
-from lib.check import BadInput, require
+from lib.check import BadInput, require, require_known
 from lib.config import ROOT, command, convert, read_yaml
 
 KINDS = {"int": int, "float": float, "str": str, "bool": bool, "list": list}
@@ -60,9 +59,7 @@ def read_params(path: Path, notebook: Path) -> dict:
     declared = papermill.inspect_notebook(notebook)
     for name, value in values.items():
         label = f"{path}: {name}"
-        near = difflib.get_close_matches(str(name), declared, 1)
-        require(name in declared, label, value, f"is not a parameter of {notebook}"
-                + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(declared) or 'none'}"))
+        require_known(name, declared, label, value, str(notebook))
         annotation = declared[name]["inferred_type_name"]
         kind = kind_of(annotation)
         require(kind is not None, label, value, f"{notebook} annotates it as {annotation}, not as {', '.join(KINDS)}")

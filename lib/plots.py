@@ -29,7 +29,10 @@ RAMP = mpl.colormaps["viridis"]  # constants: from 512 tokens a step, dark, to 5
 SMALLEST, OCTAVES = 2**9, 10
 # Schedules: the warm hues of Okabe and Ito's palette for colour-blind readers, which the ramp does not touch.
 HUES = {"dividers": "#d55e00", "shrinking": "#cc79a7", "seesaw": "#e69f00", "switch": "#dc267f",
-        "adaptive": "#000000", "stages": "#a6761d"}
+        "adaptive": "#000000", "stages": "#a6761d",
+        # The square-root experiment: two arms that the rule has equal share a hue.
+        "A": "#0072b2", "H": "#0072b2", "B": "#d55e00", "J": "#d55e00", "I": "#56b4e9", "G": "#888888", "M": "#e69f00",
+        "D": "#cc79a7", "K": "#009e73", "L": "#000000"}
 MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼"}  # learning rates of one arm, in order, and in labels
 
 
@@ -54,8 +57,8 @@ def colour(arm: str) -> tuple[float, float, float]:
 
 
 def line_style(arm: str) -> str | tuple:
-    """Solid for constants, long dashes for schedules, of T or of a constant T's learning rate."""
-    return "-" if fullmatch(r"constant [\d,]+", arm) else (0, (6, 1.2))
+    """Solid for constants and for the large T of the square-root experiment, long dashes for all others."""
+    return "-" if fullmatch(r"(constant|[AJKL]) [\d,]+", arm) else (0, (6, 1.2))
 
 
 def order(arm: str) -> tuple:

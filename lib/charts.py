@@ -1,6 +1,7 @@
 """Figures of what a choice does to the loss: a switch point, a critical batch, an arm among all arms."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -101,15 +102,18 @@ def overlay(curves: pd.DataFrame, reference: str, title: str, xlabel: str, exclu
     """Loss of each arm, and below it less that of the `reference` arm at the same place.
 
     `curves` has a row a place and arm: x, arm, loss. What lies before `excluded` counts in no comparison: hatched, and
-    with no say in the lower panel's range.
+    with no say in the range. A line is broken where it lacks more than a few places.
     """
     wide = curves.pivot(index="x", columns="arm", values="loss")
+    step = np.median(np.diff(wide.index))
     figure, (above, below) = new_figure(2, 7.5, title, sharex=True)
     for axes, table in ((above, wide), (below, wide.sub(wide[reference], axis="index"))):
         counted, ends = table[table.index >= excluded], []
         for arm in sorted(table, key=order):
             line = table[arm].dropna()
-            axes.plot(line.index, line, color=colour(arm), ls=line_style(arm), label=arm)
+            holes = [(a + b) / 2 for a, b in pairwise(line.index) if b - a > 6 * step]  # too wide to be drawn across
+            drawn = pd.concat([line, pd.Series(np.nan, holes)]).sort_index()
+            axes.plot(drawn.index, drawn, color=colour(arm), ls=line_style(arm), label=arm)
             if len(line):
                 ends.append((line.index[-1], line.iloc[-1], arm, colour(arm)))
         low, high = counted.min().min(), counted.max().max()

@@ -96,7 +96,7 @@ def label_ends(axes, ends: Sequence[tuple[float, float, str, tuple]]) -> None:
     ends = sorted((end for end in ends if isfinite(end[1])), key=lambda end: end[1])
     axes.get_ylim()  # settles the limits that the places below are relative to
     wanted = np.array([(axes.transScale + axes.transLimits).transform(end[:2])[1] for end in ends]).clip(0, 1)
-    gap = 0.24 / (axes.figure.get_figheight() - 1.2)
+    gap = 0.24 * axes.get_subplotspec().get_gridspec().nrows / (axes.figure.get_figheight() - 1.2)
     steps = gap * np.arange(len(ends))
     up = np.maximum.accumulate(wanted - steps)  # each pushed above the one below it …
     down = np.minimum.accumulate((wanted - steps)[::-1])[::-1]  # … or below the one above it; their mean keeps the gap

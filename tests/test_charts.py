@@ -6,7 +6,7 @@ import pytest
 from matplotlib import colors
 from matplotlib.text import Text
 
-from lib.charts import against, catch_up, fronts
+from lib.charts import against, catch_up, fronts, overlay
 from lib.config import RunConfig
 from lib.plots import colour
 
@@ -76,3 +76,24 @@ def test_fronts_join_what_no_other_beats():
     assert steps.lines[0].get_xdata().tolist() == [90, 360, 702, 1080]
     hollow = [line for line in steps.lines if colors.to_hex(line.get_markerfacecolor()) == "#ffffff"]
     assert len(hollow) == 2
+
+
+def test_an_overlay_shows_the_distance_from_one_arm_and_hatches_what_does_not_count():
+    x = np.arange(1.0, 21)
+    curves = pd.concat([pd.DataFrame({"x": x, "arm": arm, "loss": 3 + 5 / x + gap})
+                        for arm, gap in (("A 512", 0.0), ("H 32", 0.001), ("J 512", 0.02), ("B 32", 0.021))])
+    curves.loc[(curves.arm == "H 32") & (curves.x < 8), "loss"] = np.nan  # hidden behind another
+    curves.loc[(curves.arm == "B 32") & curves.x.between(6, 15), "loss"] = np.nan
+    figure = check(overlay(curves, "J 512", "Title", "tokens, millions", excluded=5))
+    above, below = figure.axes
+    of = {line.get_label(): line for line in below.lines}
+    assert of["J 512"].get_ydata() == pytest.approx(0)
+    assert of["A 512"].get_ydata() == pytest.approx(-0.02)
+    assert of["H 32"].get_xdata().min() == 8
+    assert np.isnan(of["B 32"].get_ydata()[of["B 32"].get_xdata() == 10.5]).all()  # broken, not drawn across
+    assert not np.isnan(of["A 512"].get_ydata()).any()
+    assert [patch.get_x() for patch in above.patches] == [1]
+    assert [patch.get_width() for patch in below.patches] == [4]
+    assert above.get_ylim()[1] < 3 + 5 / 4  # what does not count has no say in the range
+    assert of["A 512"].get_linestyle() != of["H 32"].get_linestyle()
+    assert colour("A 512") != colour("J 512")

@@ -37,7 +37,7 @@ FLOORS = {
     1: ["noise", "rules", "schedule", "stats", "theory"],
     2: ["clock", "config", "interrupt", "model", "ranks"],
     3: ["corpus", "critical", "machine", "plan", "runs", "state", "stream"],
-    4: ["branch", "prepare", "step"],
+    4: ["branch", "pairs", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],
     7: ["train"],

@@ -211,6 +211,15 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         print("Reports:", *reports, sep="\n    ")
 
 
+def stoppable() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, which shuts the kernel down; and both in a shell's background job.
+
+    Such a job ignores SIGINT, and so would the kernel, which inherits that.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as with Ctrl-C, which shuts the kernel down
+    stoppable()
     command(main)

@@ -85,9 +85,9 @@ def test_the_runner_stops_its_notebooks_run_when_it_is_terminated(stream, tmp_pa
          "constant_dividers": [1], "device_token_capacity": 32, "token_budget": 51_200, "lrs": [0.01],
          "hidden_size": 64, "layers": 4,  # long enough to be stopped on the way on any machine
          "validation_tokens": 160}))
-    code = (f"import pathlib, signal, sys; from lib import execute, config; "
-            f"signal.signal(signal.SIGTERM, signal.default_int_handler); "
-            f"execute.main(['slow'], pathlib.Path({str(house)!r}))")
+    code = (f"import pathlib, signal; from lib import execute; "
+            f"signal.signal(signal.SIGINT, signal.SIG_IGN); "  # as a shell has it for its background jobs
+            f"execute.stoppable(); execute.main(['slow'], pathlib.Path({str(house)!r}))")
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: begun(tmp_path / "runs"))
     runner.send_signal(signal.SIGTERM)

@@ -125,3 +125,34 @@ def overlay(curves: pd.DataFrame, reference: str, title: str, xlabel: str, exclu
     above.set_ylabel("loss, nat")
     below.set(ylabel=f"less that of {reference}, nat", xlabel=xlabel)
     return figure
+
+
+@mpl.rc_context(STYLE)
+def savings(times: pd.DataFrame, title: str) -> Figure:
+    """Share of the time that each shape of T saves against devices: over its start, and over the best constant T.
+
+    `times` are of `fleet.compare_times`; a row of panels a number of parameters.
+    """
+    words = {"from_start": "over the constant T it starts from,\nif tokens are equal",
+             "at_best": "over the best constant T,\nif T costs tokens"}
+    sizes = sorted(set(times["parameters"]))
+    figure = Figure(figsize=(8, 1.6 + 1.7 * len(sizes)), dpi=110, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+    panels = figure.subplots(len(sizes), 2, sharex=True, sharey="row", squeeze=False)
+    for row, parameters in zip(panels, sizes, strict=True):
+        of_size = times[times["parameters"] == parameters]
+        for axes, (column, heading) in zip(row, words.items(), strict=True):
+            for arm, line in of_size.groupby("arm", sort=False):
+                axes.plot(line["devices"], line[column], color=colour(arm), label=arm,
+                          ls=(0, (2, 1)) if "root" in arm else "-")
+            axes.axhline(0, color=GREY, lw=1)
+            axes.set_xscale("log", base=2)
+            axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+            if row is panels[0]:
+                axes.set_title(heading, fontsize=10)
+        row[0].set_ylabel(f"{parameters / 1e6:,.3g}M" if parameters < 1e9 else f"{parameters / 1e9:.3g}B")
+    for axes in panels[-1]:
+        axes.set_xlabel("devices")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower left", fontsize=9, ncols=2)
+    return figure

@@ -6,8 +6,9 @@ import pytest
 from matplotlib import colors
 from matplotlib.text import Text
 
-from lib.charts import against, catch_up, fronts, overlay
+from lib.charts import against, catch_up, fronts, overlay, savings
 from lib.config import RunConfig
+from lib.fleet import SHAPES, Fleet, compare_times
 from lib.plots import colour
 
 SMALL, LARGE, LATE = "constant 1,024", "constant 12,288", "switch 1,024 to 12,288 at 0.5, lr unscaled"
@@ -97,3 +98,14 @@ def test_an_overlay_shows_the_distance_from_one_arm_and_hatches_what_does_not_co
     assert above.get_ylim()[1] < 3 + 5 / 4  # what does not count has no say in the range
     assert of["A 512"].get_linestyle() != of["H 32"].get_linestyle()
     assert colour("A 512") != colour("J 512")
+
+
+def test_savings_have_a_row_of_panels_a_size():
+    times = compare_times(Fleet(), [124e6, 7e9], [1, 64, 4096])
+    figure = check(savings(times, "Title"))
+    assert [axes.get_ylabel() for axes in figure.axes[::2]] == ["124M", "7B"]
+    for axes in figure.axes:
+        assert len(axes.lines) == len(SHAPES) + 1  # and the zero
+    line = figure.axes[2].lines[0]
+    expected = times[(times.parameters == 7e9) & (times.arm == line.get_label())].from_start
+    assert line.get_ydata().tolist() == expected.tolist()

@@ -34,7 +34,7 @@ SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(ki
 # A file of lib imports only from floors below its own. The two lowest are pure: no torch, no files.
 FLOORS = {
     0: ["__init__", "check"],
-    1: ["noise", "rules", "schedule", "stats", "theory"],
+    1: ["fleet", "noise", "rules", "schedule", "stats", "theory"],
     2: ["clock", "config", "interrupt", "model", "ranks"],
     3: ["corpus", "critical", "machine", "plan", "runs", "state", "stream"],
     4: ["branch", "pairs", "prepare", "step"],

@@ -101,7 +101,10 @@ class RunConfig:
     device: str = "auto"
     precision: str = "fp32"
     compile: str = "off"
+    fullgraph: bool = False  # compile in one piece, or fail where that cannot be
     matmul_precision: str = "highest"
+    activation_checkpointing: bool = False  # compute a block's activations again in the backward pass: less memory
+    skip_gc: bool = False  # no garbage collection while it trains
     # order
     seed: int = 0
     data_seed: int | None = None  # the seed's where null
@@ -161,6 +164,7 @@ class RunConfig:
                 f"must be a multiple of device_token_capacity {capacity:,}; "
                 f"the nearest is {schedules.nearest_multiple(self.tokens_per_step, capacity):,}")
         first = self.resolved()[0].tokens_per_step
+        require(not self.fullgraph or self.compile != "off", "fullgraph", self.fullgraph, "needs compile")
         require(not self.noise_every or capacity > row, "noise_every", self.noise_every,
                 f"needs a device_token_capacity of more than one row of {row:,}, to split it")
         require(self.token_budget is None or self.token_budget >= first, "token_budget", self.token_budget,

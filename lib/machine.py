@@ -1,9 +1,12 @@
 """The machine: device, memory, and what to write beside a result of where it was made."""
 
 import ctypes
+import gc
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,6 +37,21 @@ def keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is not returned
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage once, and then no more within; what there is by then is set apart from all later collections."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
 
 
 def device_name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ from math import sqrt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class MiniGPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False  # compute a block again in the backward pass, to keep less of it
         self.embed_in = nn.Embedding(config.vocab_size, config.hidden_size)  # also the head
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, bias=False)
@@ -103,7 +105,10 @@ class MiniGPT(nn.Module):
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.embed_in(tokens)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            if self.activation_checkpointing:
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin)
         return self.final_layer_norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -51,9 +51,10 @@ class Learner:
             torch.manual_seed(config.seed)
             self.model = MiniGPT(model_config(config, vocab_size))
         self.model.to(self.device)
+        self.model.activation_checkpointing = config.activation_checkpointing
         self.loss = self.model.loss
         if config.compile != "off":
-            self.loss = torch.compile(self.model.loss, mode=config.compile, dynamic=False)
+            self.loss = torch.compile(self.model.loss, mode=config.compile, dynamic=False, fullgraph=config.fullgraph)
         if self.ranks.size > 1:
             self.loss = DistributedDataParallel(Objective(self.model, self.loss))
         # Norm gains are not decayed, as usual; everything else is a matrix.
@@ -170,9 +171,10 @@ def calibrate(config: RunConfig, vocab_size: int) -> Costs:
     that runs on the modelled clock stay comparable however busy the machine is later.
     """
     device = pick_device(config.device)
-    key = asdict(model_config(config, vocab_size)) | {
-        name: getattr(config, name) for name in ("device_token_capacity", "precision", "compile", "matmul_precision")
-    } | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    names = ["device_token_capacity", "precision", "compile", "matmul_precision"]
+    names += [name for name in ("fullgraph", "activation_checkpointing") if getattr(config, name)]
+    key = asdict(model_config(config, vocab_size)) | {name: getattr(config, name) for name in names} | {
+        "device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     record = under_root(config.runs) / "calibration" / f"{digest(key)}.json"
     if (known := read_json(record)) is None:
         make_folder(record.parent)

@@ -22,7 +22,7 @@ from lib.check import require
 from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
 from lib.interrupt import Interrupt
-from lib.machine import environment, pick_device
+from lib.machine import environment, no_garbage_collection, pick_device
 from lib.noise import estimate
 from lib.plan import Plan
 from lib.ranks import Ranks
@@ -151,7 +151,8 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
                                    "processes": ranks.size})
             log.info(opening(task, begin.kind, state))
             try:
-                status = loop(task, ranks, learner, state, clock, stop, keep, until, log)
+                with no_garbage_collection() if config.skip_gc else nullcontext():
+                    status = loop(task, ranks, learner, state, clock, stop, keep, until, log)
             finally:
                 clock.stop()
             if status == "interrupted":

@@ -1,5 +1,6 @@
 """What is written beside a result."""
 
+import gc
 import platform
 import subprocess
 import sys
@@ -54,3 +55,21 @@ def test_memory_that_is_kept_costs_no_page_faults():
     faults = {keep: int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], cwd=machine.ROOT, check=True,
                                        capture_output=True, text=True).stdout) for keep in (False, True)}
     assert faults[True] < faults[False] / 20
+
+
+def test_no_garbage_is_collected_within_and_collection_goes_on_after():
+    """Counted by the collector itself, with a threshold that any loop reaches."""
+    collections, thresholds = [], gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    gc.set_threshold(10)
+    try:
+        with machine.no_garbage_collection():
+            collections.clear()
+            [[] for _ in range(1000)]
+            assert not collections
+        [[] for _ in range(1000)]
+        assert collections
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*thresholds)

@@ -110,3 +110,34 @@ def test_costs_of_a_step_are_positive(tiny):
     micro_batch, update = measure_step(tiny(), vocab_size=97, seconds=0.1)
     assert 0 < micro_batch < 1
     assert 0 < update < 1
+
+
+def test_activation_checkpointing_keeps_less_and_changes_nothing(tiny):
+    rows = np.random.default_rng(2).integers(0, 97, (24, 16))
+    kept, results = {}, {}
+    for on in (False, True):
+        sizes = []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results[on] = gradients(tiny(device_token_capacity=384, layers=4, activation_checkpointing=on), rows)
+        kept[on] = sum(sizes)
+    assert results[True][0] == results[False][0]
+    for a, b in zip(results[True][1], results[False][1], strict=True):
+        torch.testing.assert_close(a, b)
+    assert kept[True] < kept[False] / 2
+
+
+def test_a_graph_in_one_piece_or_none(tiny, monkeypatch):
+    """The break is found while tracing, before anything is compiled."""
+    def broken(model, tokens):
+        torch._dynamo.graph_break()
+        return model.token_losses(tokens).mean()
+
+    monkeypatch.setattr("lib.model.MiniGPT.loss", broken)
+    learner = Learner(tiny(compile="default", fullgraph=True), vocab_size=97)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        learner.accumulate(np.zeros((2, 16), int))

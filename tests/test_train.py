@@ -84,6 +84,13 @@ def test_the_micro_batch_changes_nothing(tiny):
     assert whole.metrics().loss.to_numpy() == pytest.approx(split.metrics().loss.to_numpy(), rel=1e-4)
 
 
+@pytest.mark.parametrize("setting", ["skip_gc", "activation_checkpointing"])
+def test_a_setting_of_speed_or_memory_leaves_the_run_as_it_is(tiny, setting):
+    run = train(tiny(**{setting: True}), progress=quiet)
+    assert setting in run.path.joinpath("config.json").read_text()
+    assert run.meta["sha256"] == train(tiny(), progress=quiet).meta["sha256"]
+
+
 def test_arms_of_a_seed_read_the_same_tokens_and_start_alike(tiny, monkeypatch):
     seen, first, accumulate = [], [], Learner.accumulate
 

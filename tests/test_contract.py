@@ -253,3 +253,15 @@ def test_readme_shows_what_the_published_report_holds():
     assert len(table) > 4
     for cells in table[2:]:
         assert any(set(cells[1:]) <= row for row in rows), cells
+
+
+def test_readme_quotes_the_published_reports():
+    """Each finding stands, word for word, in a result that a report computed."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    reports = [nbformat.read(path, 4) for path in (ROOT / "executed" / "laptop").glob("*.ipynb")]
+    results = [output.data["text/markdown"] for report in reports for cell in report.cells
+               for output in cell.get("outputs", ()) if "text/markdown" in output.get("data", {})]
+    parts = re.findall(r"<!-- findings -->\n(.*?)\n<!-- end of findings -->", readme, re.DOTALL)
+    findings = [line.removeprefix("- ") for part in parts for line in part.splitlines()]
+    assert len(findings) > 3
+    assert not [finding for finding in findings if not any(finding in result for result in results)]

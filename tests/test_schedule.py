@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import cos, pi, sqrt
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lib.check import BadInput
@@ -148,6 +148,7 @@ def test_updates_of_seesaw_tend_to_the_mean_of_the_curve(curve, limit):
     assert shares[-1] == pytest.approx(limit, rel=0.02)
 
 
+@example(1.7, "cosine", 0.0)  # 1,000 · 1.7³ = 4,913 lies between two rows
 @given(st.floats(1.1, 4), st.sampled_from(["cosine", "quarter-cosine", "linear"]), st.floats(0, 0.3))
 def test_seesaw_keeps_lr_times_root_t_and_then_cuts_by_alpha(alpha, curve, floor):
     config = seesaw(alpha, cap=16_000, lr_schedule=curve, min_lr=floor)
@@ -155,7 +156,8 @@ def test_seesaw_keeps_lr_times_root_t_and_then_cuts_by_alpha(alpha, curve, floor
     rates = [config.learning_rate(stage.start, stage) for stage in stages]
     sizes = [stage.tokens_per_step for stage in stages]
     for i, (rate, size, stage) in enumerate(zip(rates, sizes, stages, strict=True)):
-        assert size == min(nearest_multiple(1000 * alpha**i, 2), 16_000)
+        assert size % 2 == 0  # and the nearest: of the two at a tie, whichever a rounding of alpha^i makes it
+        assert abs(size - min(1000 * alpha**i, 16_000)) <= 1 + 1e-6
         assert config.lr * stage.level == pytest.approx(learning_rate(stage.start, 1.0, floor, 0.0, curve), abs=1e-7)
         if size < 16_000:
             assert rate * sqrt(size) == pytest.approx(sqrt(1000), rel=2e-3)  # T in whole rows, and lr with it

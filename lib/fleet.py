@@ -36,7 +36,7 @@ class Fleet:
 
     def update_seconds(self, parameters: float, tokens: float, devices: int) -> float:
         """Seconds of one update of so many tokens: micro-batches, averaging of bf16 gradients (a ring's bytes, a tree's
-        hops), and AdamW's passes over 28 bytes a parameter."""
+        hops), and AdamW's passes over 28 bytes a parameter: four float32 read, three written."""
         require(devices >= 1, "devices", devices, "must be at least 1")
         rows = max(ceil(tokens / self.row), 1)
         busiest = ceil(rows / min(devices, rows)) * self.row

@@ -40,7 +40,8 @@ EFFECTS = {  # what tells two arms apart
 def arms(large: RunConfig, ratio: int, faster: float, scale_eps: bool = False) -> dict[str, RunConfig]:
     """Each arm by its letter; `large` is A, the small T is its T / `ratio`, and K has `faster` times its rate.
 
-    `scale_eps` has H scale ε as the full rule does. Raises BadInput where the ratio does not divide T, or K would be J.
+    `scale_eps` has H scale ε as the full rule does. A micro-batch is `large`'s, or the small T where that holds less.
+    Raises BadInput where the ratio does not divide T, or K would be J.
     """
     size = large.tokens_per_step
     require(ratio > 1 and size % ratio == 0, "ratio", ratio, f"must be above 1 and divide the large T, {size:,}")
@@ -52,7 +53,8 @@ def arms(large: RunConfig, ratio: int, faster: float, scale_eps: bool = False) -
         at = rescale(of_betas, 1 / ratio, base)
         eps = large.eps * sqrt(ratio) if scale_eps and letter == "H" else large.eps
         made[letter] = replace(large, tokens_per_step=size // ratio, lr=scaled_lr(of_rate, large.lr, 1 / ratio),
-                               beta1=at.beta1, beta2=at.beta2, eps=eps)
+                               beta1=at.beta1, beta2=at.beta2, eps=eps,
+                               device_token_capacity=min(large.device_token_capacity, size // ratio))
     return {letter: made[letter] for letter in LETTERS}
 
 

@@ -39,6 +39,9 @@ def test_the_published_hyperparameters(ratio, beta1, beta2, down, up):
         assert found[letter][1:] == pytest.approx(values[1:], abs=1e-6), letter
     assert made["L"] == replace(made["A"], precision="fp16")
     assert {config.eps for config in made.values()} == {1e-8}
+    assert {config.device_token_capacity for config in made.values()} == {16_384}
+    assert {letter for letter, config in arms(replace(LARGE, device_token_capacity=32_768), 32, 2.0).items()
+            if config.device_token_capacity == 16_384} == {*"HIGBMD"}
 
 
 def test_an_effect_is_one_part_of_the_rule():

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
+from math import log2
 
 import matplotlib as mpl
 import numpy as np
@@ -40,6 +41,55 @@ def against(lines: Mapping[str, pd.DataFrame], title: str, xlabel: str, ylabel: 
         axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     label_ends(axes, ends)
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def at_each_size(lines: Mapping[str, pd.DataFrame], updates: pd.Series, title: str, ylabel: str) -> Figure:
+    """Means with intervals against T, a line a name, with the updates that each T had on an axis above.
+
+    Lines are frames of x, middle, low and high, whose x is T; `updates` are by T.
+    """
+    figure, axes = new_figure(height=height_for(len(lines)) + 0.4)
+    axes.set_xscale("log", base=2)
+    sizes, ends = sorted(updates.index), []
+    for (name, line), tint, marker in zip(lines.items(), PALETTE, "osD^", strict=False):
+        axes.plot(line["x"], line["middle"], color=tint, marker=marker, mec="white", ms=8)
+        axes.vlines(line["x"], line["low"], line["high"], color=tint, lw=1.5, alpha=0.7)
+        ends.append((line["x"].iloc[-1], line["middle"].iloc[-1], name, tint))
+    above = axes.secondary_xaxis("top")
+    for side, texts in ((axes, [f"{size:,}" for size in sizes]), (above, [f"{updates[size]:,.0f}" for size in sizes])):
+        side.set_xticks(sizes, texts)
+        side.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+    axes.set(title=title, xlabel="tokens per step", ylabel=ylabel)
+    above.set_xlabel("updates in the time")
+    label_ends(axes, ends)
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def capacities(tries: pd.DataFrame, chosen: int) -> Figure:
+    """Speed and memory against the tokens of a micro-batch; a cross where it did not fit, a line at the chosen one.
+
+    `tries` are of `capacity.search`.
+    """
+    figure, (above, below) = new_figure(2, 6, "Speed and memory of a micro-batch", sharex=True)
+    fits, fails = tries[tries["fits"]], tries[~tries["fits"]]
+    above.plot(fits["capacity"], fits["tokens_per_second"], color=PALETTE[0], marker="o")
+    below.plot(fits["capacity"], fits["peak_memory"] / 1e6, color=PALETTE[1], marker="s")
+    for axes in (above, below):
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.axvline(chosen, color=GREY, lw=1, ls=":")
+        if len(fails):
+            axes.plot(fails["capacity"], [0.05] * len(fails), "x", color="black", ms=9, mew=2,
+                      transform=axes.get_xaxis_transform())
+    sizes = sorted(2 ** round(log2(size)) for size in tries["capacity"] if log2(size) == round(log2(size)))
+    below.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45 if len(sizes) > 8 else 0)
+    below.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+    above.set_ylabel("tokens/s")
+    below.set(ylabel="peak memory, MB",
+              xlabel=f"tokens in a micro-batch (dotted: {chosen:,}, proposed; cross: too large)")
     return figure
 
 

@@ -109,6 +109,7 @@ class RunConfig:
     seed: int = 0
     data_seed: int | None = None  # the seed's where null
     epochs: int = 1
+    repeat: int = 0  # tells apart runs that are otherwise the same: what differs between them is the machine's doing
     # checks
     eval_every: int = 0  # tokens; 0 is off
     skip_validation: bool = False
@@ -129,7 +130,7 @@ class RunConfig:
                      "device_token_capacity", "lr", "eps", "epochs"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
         for name in ("min_lr", "weight_decay", "grad_clip", "seed", "eval_every", "checkpoint_every", "branch_at",
-                     "noise_every"):
+                     "noise_every", "repeat"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")

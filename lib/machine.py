@@ -5,6 +5,7 @@ import gc
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -52,6 +53,32 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
         if was:
             gc.enable()
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: on a GPU the most that was allocated, elsewhere the most that this process has held in memory so far.
+
+    None where the system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")  # getrusage would count what the process was forked from, too
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(found[1]) if found else None
+
+
+def matmul_peak(device: torch.device, precision: str, seconds: float = 1.0) -> float:
+    """FLOP/s of a product of two large matrices, which no model exceeds: the best of what fits into so many seconds."""
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    size, best, deadline = (8192 if device.type == "cuda" else 1024), 0.0, time.perf_counter() + seconds
+    a, b = torch.randn(2, size, size, device=device).to(kind)
+    while not best or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        a @ b
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - begin))
+    return best
 
 
 def device_name(device: torch.device) -> str:

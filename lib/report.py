@@ -44,11 +44,11 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return shown.set_index([name for name in KEYS if name in shown])
 
 
-def verdicts(comparisons: dict[str, stats.Comparison]) -> pd.DataFrame:
+def verdicts(comparisons: dict[str, stats.Comparison], unit: str = "nat") -> pd.DataFrame:
     """One row a comparison: the paired difference, its interval, p and the verdict."""
     rows = {
         name.replace("\n", " "): {
-            "difference, nat": stats.signed(c.difference, 4),
+            f"difference, {unit}": stats.signed(c.difference, 4),
             f"{100 * c.confidence:g} % interval": " to ".join(stats.signed(end, 4) for end in c.interval),
             "n": c.n,
             "p": f"{c.p_value:.2g}",

@@ -32,7 +32,7 @@ LOSSES = ["validation_loss", "validation_bits_per_byte", "train_loss"]
 # What may differ between the runs of one comparison; everything else is its setting.
 OF_AN_ARM = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "lr", "seed", "data_seed", "token_budget",
              "time_budget", "clock", "small_tokens_per_step", "switch_at", "alpha", "max_tokens_per_step", "stages",
-             "scaling_rule", "wd_rule"}
+             "scaling_rule", "wd_rule", "repeat"}
 
 
 class Run:

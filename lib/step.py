@@ -53,7 +53,10 @@ class Learner:
         self.model.to(self.device)
         self.model.activation_checkpointing = config.activation_checkpointing
         self.loss = self.model.loss
-        if config.compile != "off":
+        self.compiled, self.warm_graphs = config.compile != "off", 0
+        if self.compiled:
+            torch.compiler.reset()  # dynamo counts what earlier runs of this process compiled, and gives up at some
+            torch._dynamo.utils.counters.clear()
             self.loss = torch.compile(self.model.loss, mode=config.compile, dynamic=False, fullgraph=config.fullgraph)
         if self.ranks.size > 1:
             self.loss = DistributedDataParallel(Objective(self.model, self.loss))
@@ -100,6 +103,20 @@ class Learner:
         with torch.random.fork_rng():
             self.accumulate(rows)
         self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiled else 0
+
+    def warmed(self) -> None:
+        """From here on, whatever is compiled is compiled again."""
+        self.warm_graphs = self.graphs
+
+    def compilation(self) -> dict[str, int] | None:
+        """Graphs, breaks between them, and graphs compiled since it was warm; None where nothing is compiled."""
+        return {"graphs": self.graphs, "graph_breaks": torch._dynamo.utils.counters["graph_break"].total(),
+                "recompilations": self.graphs - self.warm_graphs} if self.compiled else None
 
     def clip(self) -> Tensor:
         """Scale the gradient down to the largest allowed norm; returns its norm before."""

@@ -22,7 +22,7 @@ from lib.check import require
 from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
 from lib.interrupt import Interrupt
-from lib.machine import environment, no_garbage_collection, pick_device
+from lib.machine import environment, no_garbage_collection, peak_memory, pick_device
 from lib.noise import estimate
 from lib.plan import Plan
 from lib.ranks import Ranks
@@ -194,6 +194,8 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
                     "status": status,
                     "started": state.attempts[0]["started"] if state.attempts else None,
                     "parameters": model and model.parameter_count,
+                    "compilation": learner and learner.compilation(),
+                    "peak_memory_bytes": peak_memory(torch.device(config.device)),
                     "stream": has_read(task, state),
                     "environment": environment(torch.device(config.device)),
                 } | results)
@@ -218,6 +220,7 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
 
     if state.steps:
         learner.warm_up(stream.read(0, config.device_token_capacity))
+        learner.warmed()
         clock.start()
     while True:
         position = state.tokens if plan.by_tokens else clock.elapsed
@@ -279,6 +282,7 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
                 said = time.monotonic()
                 log.info(progress_line(config, state, clock))
         if state.steps == 1:
+            learner.warmed()
             clock.start()
         if any(state.tokens - size < tokens <= state.tokens for tokens in keep):
             save(kept=True)

@@ -15,7 +15,7 @@ report: $(READY)
 
 test: $(READY)
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n 2 --dist loadgroup
 
 # Kills thirty runs anywhere and continues them; `tests/torture.py KILLS SEED` for others.
 torture: $(READY)

@@ -23,6 +23,13 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_collection_modifyitems(items):
+    """Notebooks build on each other's runs, so one worker takes them all, in order."""
+    for item in items:
+        if item.nodeid.partition("::")[0].endswith(".ipynb"):
+            item.add_marker(pytest.mark.xdist_group("notebooks"))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Files of sentences over a few hundred words, as a glob."""

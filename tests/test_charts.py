@@ -6,7 +6,7 @@ import pytest
 from matplotlib import colors
 from matplotlib.text import Text
 
-from lib.charts import against, catch_up, fronts, overlay, savings
+from lib.charts import against, at_each_size, capacities, catch_up, fronts, overlay, savings
 from lib.config import RunConfig
 from lib.fleet import SHAPES, Fleet, compare_times
 from lib.plots import colour
@@ -109,3 +109,27 @@ def test_savings_have_a_row_of_panels_a_size():
     line = figure.axes[2].lines[0]
     expected = times[(times.parameters == 7e9) & (times.arm == line.get_label())].from_start
     assert line.get_ydata().tolist() == expected.tolist()
+
+
+def test_each_size_has_its_updates_above_it():
+    line = pd.DataFrame({"x": [512, 1024, 4096], "middle": [2.0, 1.9, 2.1], "low": [1.9, 1.8, 2.0],
+                         "high": [2.1, 2.0, 2.2]})
+    figure = check(at_each_size({"baseline's rate": line}, pd.Series({512: 800.4, 1024: 450.0, 4096: 120.0}), "Title",
+                                "loss, bits per byte"))
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1,024", "4,096"]
+    assert [label.get_text() for label in axes.child_axes[0].get_xticklabels()] == ["800", "450", "120"]
+
+
+@pytest.mark.parametrize("tried", [1, 2, 5])
+def test_capacities_are_drawn_with_what_does_not_fit(tried):
+    tries = pd.DataFrame({"capacity": [128, 256, 512, 768, 1024], "fits": [True, True, True, False, False],
+                          "tokens_per_second": [9e3, 12e3, 11e3, None, None],
+                          "peak_memory": [4e8, 5e8, 9e8, None, None]})
+    figure = capacities(tries[:tried], 128)
+    figure.draw_without_rendering()
+    above, below = figure.axes
+    assert min(axes.bbox.height for axes in figure.axes) > 0.3 * figure.bbox.height
+    crosses = [line for line in above.lines if line.get_marker() == "x"]
+    assert [line.get_xdata().tolist() for line in crosses] == [[768, 1024]][:tried > 3]
+    assert below.get_ylim()[0] == 0

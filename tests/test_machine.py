@@ -4,8 +4,10 @@ import gc
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from lib import machine
 
@@ -55,6 +57,31 @@ def test_memory_that_is_kept_costs_no_page_faults():
     faults = {keep: int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], cwd=machine.ROOT, check=True,
                                        capture_output=True, text=True).stdout) for keep in (False, True)}
     assert faults[True] < faults[False] / 20
+
+
+PEAK = """
+import torch
+from lib.machine import peak_memory
+print(peak_memory(torch.device("cpu")))
+torch.ones(100_000_000)
+print(peak_memory(torch.device("cpu")))
+"""
+
+
+def test_the_peak_of_memory_is_that_of_the_process():
+    """However large the process is that it was forked from."""
+    held = torch.ones(300_000_000)
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=machine.ROOT, check=True, capture_output=True, text=True)
+    before, after = map(int, done.stdout.split())
+    assert 50e6 < before < 4 * len(held)
+    assert after - before == pytest.approx(400e6, rel=0.1)
+
+
+def test_no_product_is_faster_than_the_peak():
+    a, peak = torch.randn(1024, 1024), machine.matmul_peak(torch.device("cpu"), "fp32", 0.3)
+    begin = time.perf_counter()
+    a @ a
+    assert 2 * 1024**3 / (time.perf_counter() - begin) < 1.5 * peak
 
 
 def test_no_garbage_is_collected_within_and_collection_goes_on_after():

@@ -89,7 +89,7 @@ def test_a_text_file_is_a_document_and_a_long_one_is_cut_at_line_ends(tmp_path):
     ("a.jsonl", b"[1]\n", "text", "line 1 must be a JSON object"),
     ("a.jsonl", b'{"body": "a", "id": 1}\n', "text", "text_column = 'text': must be a key of .*: body, id"),
     ("a.jsonl", b'{"text": 1}\n', "text", "text_column = 'text': must be text in"),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-20], "text", "must be a readable .jsonl.gz file"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-20], "text", "must be a readable .jsonl.gz file"),
     ("a.jsonl.gz", b"plain", "text", "must be a readable .jsonl.gz file"),
 ])
 def test_bad_files_are_bad_input(tmp_path, name, content, column, message):

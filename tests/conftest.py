@@ -160,7 +160,7 @@ def untimed(value):
         return [untimed(item) for item in value]
     if isinstance(value, dict):
         return {name: untimed(item) for name, item in value.items() if not any(
-            word in name for word in ("second", "elapsed", "started", "attempts", "environment", "past"))}
+            word in name for word in ("second", "elapsed", "started", "attempts", "environment", "memory", "past"))}
     return value
 
 

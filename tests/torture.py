@@ -47,7 +47,7 @@ NEWLINE = b"\n"
 LONGEST = 300.0  # seconds of a life
 DEATHS = (-signal.SIGKILL, -signal.SIGXFSZ)  # the latter is the kernel's
 WIDTHS = (76, 31, 10, 12, 14)
-TIMINGS = ("second", "elapsed", "started")
+TIMINGS = ("second", "elapsed", "started", "memory")
 
 
 class Place(NamedTuple):

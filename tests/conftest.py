@@ -21,6 +21,8 @@ from lib.step import Learner
 # One thread is fastest for models this small, and tests stay quick on a busy machine.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# A worker of pytest-xdist ignores Ctrl-C, which many tests press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pandas as pd
-import torch
 
 from lib.config import RunConfig
 from lib.machine import peak_memory, pick_device
@@ -26,7 +25,7 @@ def search(config: RunConfig, memory: float, most: int, seconds: float = 3.0) ->
     def attempt(rows: int) -> bool:
         if rows not in tried:
             sized = replace(config, device_token_capacity=rows * row, tokens_per_step=rows * row,
-                            token_budget=rows * row, time_budget=None, stages=())
+                            token_budget=rows * row, time_budget=None)
             try:
                 tried[rows] = apart(memory, measured, sized, vocab_size, seconds)
             except Exception as error:
@@ -47,15 +46,15 @@ def search(config: RunConfig, memory: float, most: int, seconds: float = 3.0) ->
         for near in (fastest * 3 // 4, fastest * 3 // 2):
             if 0 < near * row <= most and near < (fails or near + 1):
                 attempt(near)
-    rows = [{"capacity": rows * row, "fits": bool(found), **found} for rows, found in sorted(tried.items())]
-    return pd.DataFrame(rows, columns=["capacity", "fits", "tokens_per_second", "peak_memory"])
+    table = [{"capacity": rows * row, "fits": bool(found), **found} for rows, found in sorted(tried.items())]
+    return pd.DataFrame(table, columns=["capacity", "fits", "tokens_per_second", "peak_memory"])
 
 
 def measured(config: RunConfig, vocab_size: int, seconds: float) -> dict[str, float]:
     """Speed and memory of a micro-batch of this size."""
     micro_batch, _ = measure_step(config, vocab_size, seconds)
-    memory = peak_memory(torch.device(pick_device(config.device)))
-    return {"tokens_per_second": config.device_token_capacity / micro_batch, "peak_memory": memory}
+    return {"tokens_per_second": config.device_token_capacity / micro_batch,
+            "peak_memory": peak_memory(pick_device(config.device))}
 
 
 def propose(tries: pd.DataFrame, tokens_per_step: int, slack: float = 0.03) -> int:

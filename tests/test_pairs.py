@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from lib.check import BadInput
 from lib.config import RunConfig
@@ -98,3 +99,27 @@ def test_deviation_sees_the_jumps_and_not_the_course():
 
 def test_names():
     assert named("H", arms(LARGE, 16, 2.0)["H"]) == "H 32,768"
+
+
+def descend(config, tokens=64 * 500, noise=64.0, size=2048):
+    """Loss of a quadratic under Adam, at every 64 tokens: each of `size` gradients is x plus noise / √T."""
+    chance = torch.Generator().manual_seed(config.tokens_per_step)
+    x = torch.ones(size, requires_grad=True)
+    optimizer = torch.optim.AdamW([x], config.lr, (config.beta1, config.beta2), config.eps, weight_decay=0.0)
+    losses = []
+    for step in range(1, tokens // config.tokens_per_step + 1):
+        x.grad = x.detach() + noise * torch.randn(size, generator=chance) / config.tokens_per_step**0.5
+        optimizer.step()
+        if step * config.tokens_per_step % 64 == 0:
+            losses.append(float((x.detach() ** 2).mean()))
+    return np.array(losses[100:])  # by then the moments are warm
+
+
+def test_the_rule_repeats_a_noisy_quadratic_and_half_of_it_does_not():
+    """Where noise is all of the second moment, the pairs are one trajectory in tokens (Malladi et al. 2022)."""
+    base = RunConfig(tokens_per_step=64, seq_len=4, device_token_capacity=4, token_budget=64, lr=0.01)
+    loss = {letter: descend(config) for letter, config in arms(base, 16, 2.0).items() if letter in "AHBJD"}
+    apart = {pair: np.abs(np.log(loss[pair[0]] / loss[pair[1]])).max() for pair in ("AH", "BJ", "AD", "AB")}
+    assert apart["AH"] < 0.1
+    assert apart["BJ"] < 0.2
+    assert min(apart["AD"], apart["AB"]) > 0.7

@@ -25,6 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Notebooks build on each other's runs, so one worker takes them all, in order."""
     for item in items:

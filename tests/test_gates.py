@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from lib.check import BadInput
-from lib.config import RunConfig
+from lib.config import ROOT, RunConfig, read_yaml
 from lib.gates import Experiment, Floor, changed, decide, described, in_turns, measure_floor, read
 
 BASE = RunConfig(tokens_per_step=4096, device_token_capacity=2048, seq_len=128, time_budget=10.0)
@@ -169,3 +169,21 @@ def test_what_it_says():
     assert table.loc["BS-1", "bits per byte"].startswith("−0.05")
     assert changed(replace(BASE, tokens_per_step=2048, skip_gc=True), BASE) == "tokens_per_step 2,048, skip_gc True"
     assert Experiment("A", {"lr": 1.0}).judge == "loss"
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("params/*/07_five_minutes.yaml")), ids=lambda file: file.parent.name)
+def test_the_tables_of_all_scales_can_be_tried(file):
+    values = read_yaml(file)
+    baseline = RunConfig(time_budget=1.0, tokens_per_step=values["base_tokens_per_step"], seq_len=values["seq_len"],
+                         device_token_capacity=values["base_micro_batch"], compile=values.get("base_compile", "off"))
+
+    def better_the_more_is_changed(config):
+        changes = sum(value != getattr(baseline, name) for name, value in vars(config).items())
+        return {"status": "finished", "reason": "", "tokens_per_second": 2.0**changes,
+                "validation_bits_per_byte": 10 - changes}
+
+    decisions = [*decide(read(values["experiments"]), baseline, [0, 1], Floor(0, 0), {"loss": 0.01, "speed": 0.01},
+                         better_the_more_is_changed)]
+    assert sum(decision.outcome == "kept" for decision in decisions) > len(decisions) / 2
+    refused = [decision.reason for decision in decisions if "does not go with" in decision.reason]
+    assert all("must be a multiple of device_token_capacity" in reason for reason in refused)  # after a smaller T won

@@ -184,6 +184,6 @@ def test_the_tables_of_all_scales_can_be_tried(file):
 
     decisions = [*decide(read(values["experiments"]), baseline, [0, 1], Floor(0, 0), {"loss": 0.01, "speed": 0.01},
                          better_the_more_is_changed)]
-    assert sum(decision.outcome == "kept" for decision in decisions) > len(decisions) / 2
+    assert sum(decision.outcome == "kept" for decision in decisions) >= len(decisions) / 2
     refused = [decision.reason for decision in decisions if "does not go with" in decision.reason]
     assert all("must be a multiple of device_token_capacity" in reason for reason in refused)  # after a smaller T won

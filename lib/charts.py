@@ -206,3 +206,47 @@ def savings(times: pd.DataFrame, title: str) -> Figure:
         axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower left", fontsize=9, ncols=2)
     return figure
+
+
+@mpl.rc_context(STYLE)
+def speeds(rows: pd.DataFrame, title: str) -> Figure:
+    """The own loop's tokens/s over each other loop's: a row a case, the median with its lowest and highest round.
+
+    `rows` are of `race.race`, with shape, precision and compile.
+    """
+    cases = [*rows.groupby(["shape", "precision", "compile"], sort=False)]
+    figure, axes = new_figure(height=1.5 + 0.45 * len(cases))
+    for place, (_, group) in enumerate(cases):
+        turns = group.pivot(index="round", columns="loop", values="tokens_per_second")
+        for number, (loop, tint) in enumerate(zip(turns.columns.drop("own"), PALETTE, strict=False)):
+            ratios, at = turns["own"] / turns[loop], place + 0.2 * number
+            axes.hlines(at, ratios.min(), ratios.max(), color=tint)
+            label = "" if place else f"the {loop} loop"
+            axes.plot(ratios.median(), at, "os"[number % 2], color=tint, ms=7, label=label)
+    axes.axvline(1, color=GREY, lw=1)
+    axes.set_yticks(range(len(cases)), [f"{shape}, {precision}" + ("" if mode == "off" else ", compiled")
+                                        for (shape, precision, mode), _ in cases])
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="tokens/s of the own loop over those of another")
+    figure.legend(loc="outside lower left", fontsize=9, ncols=2)
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def roofline(account: pd.DataFrame, title: str) -> Figure:
+    """Time of each kind of operation, and within it the least that this machine's limits allow.
+
+    `account` is of `roofline.account`.
+    """
+    figure, axes = new_figure(height=1.5 + 0.42 * len(account))
+    places = range(len(account))
+    axes.barh(places, 1e3 * account["seconds"], color="#c8d8e8", label="taken")
+    axes.barh(places, 1e3 * account["limit"], height=0.4, color=PALETTE[0], label="least, at the machine's limits")
+    for place, (share, bound) in enumerate(zip(account["limit"] / account["seconds"], account["seconds"], strict=True)):
+        axes.text(1e3 * bound, place, f"  {share:.0%} of the limit", va="center", fontsize=9)
+    axes.set_yticks(places, account.index)
+    axes.margins(x=0.25)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="milliseconds of one update")
+    figure.legend(loc="outside lower left", fontsize=9, ncols=2)
+    return figure

@@ -81,6 +81,19 @@ def matmul_peak(device: torch.device, precision: str, seconds: float = 1.0) -> f
     return best
 
 
+def memory_bandwidth(device: torch.device, seconds: float = 1.0) -> float:
+    """Bytes/s of a copy of a large tensor, read and written: the best of what fits into so many seconds."""
+    source = torch.ones((2**30 if device.type == "cuda" else 2**27) // 4, device=device)
+    target, best, deadline = torch.empty_like(source), 0.0, time.perf_counter() + seconds
+    while not best or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        target.copy_(source)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - begin))
+    return best
+
+
 def device_name(device: torch.device) -> str:
     """The device's model in words."""
     if device.type == "cuda":

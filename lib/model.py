@@ -10,7 +10,10 @@ from math import sqrt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+LOGITS = 2**25  # that exist at a time: 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,36 @@ class Block(nn.Module):
         return x + self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(self.post_attention_layernorm(x))))
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Sum over N targets of −log softmax(hidden · weightᵀ)[target], in nats: hidden [N, D], weight [V, D], targets [N].
+
+    All N · V logits at once would be by far the largest tensors of a step. Here a part of the rows has its logits, and
+    its part of the gradient, before the next is begun; the products are in `dtype`, all else is in float32.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, head = max(LOGITS // len(weight), 1), weight.to(dtype)
+        total, of_hidden, of_weight = hidden.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
+        for x, target in zip(hidden.to(dtype).split(rows), targets[:, None].split(rows), strict=True):
+            scores = F.log_softmax((x @ head.T).float(), -1)
+            total -= scores.gather(1, target).sum()
+            if ctx.needs_input_grad[0]:
+                # The gradient of the logits: softmax, less one at the target.
+                slope = scores.exp_().scatter_add_(1, target, scores.new_full(target.shape, -1.0)).to(dtype)
+                of_hidden.append(slope @ head)
+                of_weight += slope.T @ x
+        if of_hidden:
+            ctx.save_for_backward(torch.cat(of_hidden), of_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * scale, of_weight * scale, None, None
+
+
 class MiniGPT(nn.Module):
     """The model: `forward` gives logits, `loss` the mean cross-entropy of the next token."""
 
@@ -115,16 +148,11 @@ class MiniGPT(nn.Module):
         """tokens [B, S] -> logits [B, S, V]."""
         return F.linear(self.hidden(tokens), self.embed_in.weight)
 
-    def token_losses(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] -> cross-entropy in nats of each next token, in float32 [B, S − 1]."""
-        logits = F.linear(self.hidden(tokens)[:, :-1], self.embed_in.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
-            len(tokens), -1
-        )
-
     def loss(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] -> mean over the B · (S − 1) targets, in nats."""
-        return self.token_losses(tokens).mean()
+        """tokens [B, S] -> mean cross-entropy over the B · (S − 1) targets, in nats, in float32."""
+        hidden, weight, kind = self.hidden(tokens)[:, :-1].flatten(0, 1), self.embed_in.weight, tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        return CrossEntropy.apply(hidden, weight, tokens[:, 1:].flatten(), dtype) / len(hidden)
 
     @property
     def parameter_count(self) -> int:

@@ -155,9 +155,10 @@ class Learner:
         for start in range(self.ranks.rank * batch, rows, self.ranks.size * batch):
             part = torch.from_numpy(stream.validation(start, min(batch, rows - start)))
             with self.autocast():
-                losses = self.model.token_losses(part.to(self.device))
-            size = bytes_of[part[:, 1:]].sum()
-            sums += torch.stack([losses.cpu().double().sum(), torch.tensor(losses.numel()), size])
+                loss = self.model.loss(part.to(self.device))
+            targets = part[:, 1:]
+            sums += torch.stack([loss.cpu().double() * targets.numel(), torch.tensor(targets.numel()),
+                                 bytes_of[targets].sum()])
         nats, targets, size = self.ranks.sum(sums).tolist()
         return nats / targets, nats / log(2) / size
 

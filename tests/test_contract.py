@@ -35,15 +35,16 @@ SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(ki
 FLOORS = {
     0: ["__init__", "check"],
     1: ["fleet", "noise", "rules", "schedule", "stats", "theory"],
-    2: ["clock", "config", "interrupt", "model", "ranks"],
+    2: ["clock", "config", "interrupt", "model", "ranks", "roofline"],
     3: ["corpus", "critical", "gates", "machine", "plan", "runs", "state", "stream"],
     4: ["branch", "pairs", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],
     7: ["train"],
     8: ["execute", "plots", "report", "study", "sweep"],
-    9: ["advice", "charts", "trial"],
-    10: ["capacity"],
+    9: ["advice", "charts", "loops", "trial"],
+    10: ["capacity", "race"],
+    11: ["bench"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "torch"}

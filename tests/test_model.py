@@ -4,6 +4,7 @@ from math import log
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from lib.model import MiniGPT, ModelConfig
 
@@ -42,13 +43,58 @@ def test_flops_per_token(small):
 
 def test_shapes(small, tokens):
     assert small(tokens).shape == (4, 24, 97)
-    assert small.token_losses(tokens).shape == (4, 23)
     assert small.loss(tokens).shape == ()
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_token(small, tokens):
     chosen = small(tokens).log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     assert small.loss(tokens).item() == pytest.approx(-chosen.mean().item(), abs=1e-6)
+
+
+def plainly(model, tokens):
+    """The loss from all logits at once, by torch's own cross-entropy, in the precision of the logits or float32."""
+    logits = model(tokens)[:, :-1].flatten(0, 1)
+    return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten())
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("logits", [1, 97 * 13, 2**25], ids=["a row", "a ragged last part", "at once"])
+def test_loss_and_gradients_do_not_depend_on_the_parts_of_the_logits(logits, small, tokens, monkeypatch):
+    monkeypatch.setattr("lib.model.LOGITS", logits)
+    ours, plain = 3 * small.loss(tokens), 3 * plainly(small, tokens)
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
+    for a, b in zip(gradients(small, ours), gradients(small, plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+    with torch.no_grad():
+        torch.testing.assert_close(3 * small.loss(tokens), plain, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("logits", [97 * 13, 2**25], ids=["in parts", "at once"])
+def test_bf16_errs_no_more_than_the_plain_loss(logits, small, tokens, monkeypatch):
+    """Against the same model in float64: what autocast's own rounding of weights and activations makes of it."""
+    monkeypatch.setattr("lib.model.LOGITS", logits)
+    exact = gradients(small.double(), plainly(small, tokens))
+    small.float()
+
+    def error(loss):
+        pairs = zip(gradients(small, loss), exact, strict=True)
+        return sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for b in exact)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = small.loss(tokens), plainly(small, tokens)
+    assert 0 < error(ours) < 1.1 * error(plain)
+
+
+def test_validation_keeps_no_gradient(small, tokens):
+    kept = []
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        assert not small.loss(tokens).requires_grad
+    assert not kept
 
 
 def test_initial_loss_is_near_that_of_a_uniform_guess():

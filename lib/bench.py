@@ -3,6 +3,7 @@
 Times here are noisy, so whatever is compared runs in turns, and only ratios within a round count.
 """
 
+import json
 import shutil
 import tempfile
 import time
@@ -214,16 +215,19 @@ def around(bench: Bench, folder: Path) -> pd.DataFrame:
 
 
 def preparing(bench: Bench, folder: Path) -> dict:
-    """Encoding into a stream, against the tokenizer's own encode_batch of the same documents, in turns."""
+    """Encoding a file of JSON lines into a stream, against encode_batch of the same documents in memory, in turns."""
     ratios, speeds, texts, size = [], [], [], 0
     for text in documents(INSTALLED):
         texts.append(text)
         size += len(text.encode())
         if size > bench.megabytes * 1e6:
             break
+    corpus = folder / "documents.jsonl"
+    corpus.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     for number in range(3):
         stream = folder / f"prepared-{number}"
-        meta = prepare(Preparation(limit=len(texts), vocab_size=2_048, stream=str(stream)), quiet)
+        meta = prepare(Preparation(corpus=str(corpus), vocab_size=2_048, validation_fraction=0.1, stream=str(stream)),
+                       quiet)
         bare = size / 1e6 / timed(partial(PackedStream(stream, 128).tokenizer.encode_batch, texts))
         ratios.append(meta["megabytes_per_second"] / bare)
         speeds.append(meta["megabytes_per_second"])

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
 
 from lib.capacity import propose, search
+from lib.gates import Experiment, Floor, decide
 from lib.runs import Run
 from lib.train import train
 from lib.trial import apart, trial
@@ -56,6 +58,20 @@ def test_a_compiled_run_learns_the_same_without_compiling_inside_the_clock(tiny,
             assert row["validation_loss"] == pytest.approx(plain.meta["validation_loss"], abs=1e-4)
             assert row["compile_seconds"] > 0.1
     assert Run(plain.path).meta["compilation"] is None
+
+
+def test_a_study_that_is_stopped_goes_on(tiny, ctrl_c, applied):
+    table, margins = [Experiment("BS-1", {"tokens_per_step": 192})], {"loss": 0.01, "speed": 0.01}
+
+    def study():
+        return [*decide(table, tiny(), [0, 1], Floor(0, 0), margins, partial(trial, own_process=False))]
+
+    with ctrl_c(35):  # in the third of four runs, of 20, 10, 10 and 20 updates
+        study()
+    (decision,) = study()
+    assert len(applied) == 60
+    assert [*decision.rows.status] == ["finished"] * 4
+    assert decision.rows.run.nunique() == 4
 
 
 def test_the_search_finds_what_fits(tiny):

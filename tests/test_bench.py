@@ -9,7 +9,7 @@ import torch
 
 from lib.bench import compared, main, payback, said, sized, update_account
 from lib.config import command
-from lib.loops import make
+from lib.loops import LOOPS, make
 from lib.race import contender
 from lib.roofline import account
 
@@ -59,6 +59,25 @@ def test_a_loop_trains_in_its_turn_and_is_named_where_it_dies(folder):
             process.kill()
         with pytest.raises(RuntimeError, match="the own loop ended with status -9"):
             turn(0.1)
+
+
+@pytest.mark.parametrize("loop", [*LOOPS][1:])  # the own one's update is the subject of other tests
+def test_every_loop_learns_by_the_same_model(folder, loop, monkeypatch):
+    """An update from the same weights moves every one of them, by no more than Adam's first step can: lr."""
+    class Done(Exception):
+        pass
+
+    def turn():
+        raise Done
+
+    made = []
+    monkeypatch.setattr("lib.loops.make", lambda config: made.append(make(config)) or made[0])
+    config = sized("tiny", folder, "cpu")
+    with pytest.raises(Done):
+        LOOPS[loop](config, turn)
+    for before, after in zip(make(config).parameters(), made[0].parameters(), strict=True):
+        moved = (after - before).abs()
+        assert 0 < moved.max() <= 1.02e-3  # AdamW's own lr, and a little for weight decay
 
 
 def rows():

@@ -90,7 +90,7 @@ def training(bench: Bench, folder: Path, progress: Callable[[str], object] = pri
                 rows = race(config, bench.loops, bench.rounds, bench.seconds)
                 found.append(rows.assign(shape=shape, precision=precision, compile=mode,
                                          flops_per_token=flops_per_token(config)))
-                progress(compared(found[-1]).to_string(index=False))
+                progress("; ".join(said(found[-1])))
     return pd.concat(found, ignore_index=True)
 
 
@@ -140,7 +140,7 @@ def said(rows: pd.DataFrame) -> list[str]:
         best = by["own"].idxmax()
         words = [f"{by['own'][best] / by[loop][best]:.2f} times the {loop} loop's" for loop in group.loop.unique()
                  if loop != "own"]
-        if "plain" in by and ("fp32", "off") in by.index:
+        if "plain" in by and ("fp32", "off") in by.index.drop([best]):
             words.append(f"{by['own'][best] / by['plain']['fp32', 'off']:.2f} times the plain loop's in float32, not "
                          "compiled")
         setting = best[0] + ("" if best[1] == "off" else ", compiled")
@@ -275,6 +275,7 @@ def main(arguments: Sequence[str]) -> None:
     print("  ".join(f"{name} {value}" for name, value in environment(pick_device(bench.device)).items()))
     with tempfile.TemporaryDirectory() as folder:
         rows = training(bench, Path(folder))
+        print(compared(rows).to_string(index=False))
         print(payback(rows).to_string(index=False))
         for shape in bench.shapes:
             table, flops, bandwidth = update_account(sized(shape, Path(folder), bench.device))

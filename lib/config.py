@@ -121,6 +121,7 @@ class RunConfig:
     branch_weights_only: bool = False  # and a cold optimizer, instead of everything
     # output
     runs: str = "runs"
+    tensorboard: bool = False  # writes event files, too
 
     def __post_init__(self):
         check_types(self)

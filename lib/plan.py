@@ -8,11 +8,12 @@ from lib.config import RunConfig
 from lib.rules import Hyperparameters
 from lib.schedule import stage_at
 
+WRITTEN = {"runs", "checkpoint_every", "tensorboard"}  # what acts on no update
 # What acts on a run through its updates alone, so that runs that differ here may still have a past in common.
-PLANNED = {"schedule", "tokens_per_step", "batch_dividers", "stage_length", "small_tokens_per_step", "switch_at", "lr",
-           "min_lr", "warmup_fraction", "lr_schedule", "beta1", "beta2", "eps", "weight_decay", "scaling_rule",
-           "wd_rule", "token_budget", "time_budget", "runs", "checkpoint_every", "alpha", "max_tokens_per_step",
-           "stages"}
+PLANNED = WRITTEN | {
+    "schedule", "tokens_per_step", "batch_dividers", "stage_length", "small_tokens_per_step", "switch_at", "lr",
+    "min_lr", "warmup_fraction", "lr_schedule", "beta1", "beta2", "eps", "weight_decay", "scaling_rule", "wd_rule",
+    "token_budget", "time_budget", "alpha", "max_tokens_per_step", "stages"}
 WINDOW = 0.05  # of the horizon: what the adaptive arm averages the noise scale over
 
 
@@ -90,7 +91,7 @@ def common_past(a: RunConfig, b: RunConfig, costs: Costs | None) -> int:
 
     An adaptive arm has a past in common with its like alone.
     """
-    planned = PLANNED if "adaptive" not in (a.schedule, b.schedule) else {"runs", "checkpoint_every"}
+    planned = PLANNED if "adaptive" not in (a.schedule, b.schedule) else WRITTEN
     ours, theirs = ({k: v for k, v in vars(config).items() if k not in planned} for config in (a, b))
     tokens = 0
     if ours == theirs and not a.branch_from:

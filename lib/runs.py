@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from lib.board import Board
 from lib.check import BadInput, Unwritten, require
 from lib.config import ROOT, RunConfig, build, under_root
 from lib.model import MiniGPT, ModelConfig
@@ -39,7 +40,7 @@ class Run:
     """A run directory, named by the run's arm, seed and a hash of everything that decides its outcome."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.board = path, Board()
         self._metrics = None
 
     @classmethod
@@ -157,6 +158,8 @@ class Run:
             with suppress(OSError):  # of a line that did not fit, which was told when it was written
                 self._metrics.close()
             self._metrics = None
+        with suppress(OSError):
+            self.board.close(meta)
         write_json(self.path / "run_meta.json", meta | {"ended": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def save_model(self, model: MiniGPT, tokenizer: Path) -> str:
@@ -176,7 +179,7 @@ def decisive(config: RunConfig) -> dict:
     A parameter that is off (null, 0, false, empty) is left out, so that a new one, off by default, renames no run.
     """
     return {name: value for name, value in json.loads(json.dumps(asdict(config))).items()
-            if value and name not in ("stream", "runs", "checkpoint_every", "branch_from")}
+            if value and name not in ("stream", "runs", "checkpoint_every", "tensorboard", "branch_from")}
 
 
 def digest(facts: Mapping[str, object]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lib import branch, checkpoint
+from lib import board, branch, checkpoint
 from lib.begin import Start, Task, check, counts, has_read, load, opening, start
 from lib.check import require
 from lib.clock import Clock, Costs
@@ -41,6 +41,7 @@ def resolve(config: RunConfig, costs: Costs | None = None) -> Task:
 
     Raises BadInput where it does not fit the stream, the device or the parent. Writes no run.
     """
+    board.check(config.tensorboard)
     left = branch.find(config)
     seed = config.seed if left is None else branch.data_seed(left.parent)
     asked = replace(config, device=str(pick_device(config.device)))
@@ -108,7 +109,7 @@ def repeat(task: Task, ranks: Ranks, say: Callable[[str], object]) -> Start:
     parent, tokens = task.branch.parent, task.branch.tokens
     say(f"{parent}: keeps no checkpoint at {tokens:,} tokens; that past is trained again, beside it")
     config, grand, folder = parent.config, branch.find(parent.config), branch.past_folder(task.branch)
-    config = replace(config, stream=task.config.stream, runs=str(folder),
+    config = replace(config, stream=task.config.stream, runs=str(folder), tensorboard=False,
                      branch_from=str(grand.parent.path) if grand else "")
     costs = (parent.meta or {}).get("modelled_costs")
     there = [(run, checkpoint.tokens_of(path)) for run in [parent, *map(Run, folder.parent.glob(f"*/{parent.name}"))]
@@ -138,6 +139,8 @@ def attempt(task: Task, ranks: Ranks, begin: Start, stop: Interrupt, say: Callab
         clock.set(found.facts["clock"])
     if ranks.first:
         run.open(task.asked, found.rows if whole else b"")
+        if config.tensorboard:
+            run.board.open(run.path / "tensorboard", run.rows(), state.validation)
         for path in begin.damaged:  # out of the way of the last two
             path.rename(path.with_suffix(".damaged"))
     status, results = "failed", {}
@@ -266,17 +269,19 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         if learner.mean_square is not None and not skipped:
             noise = estimate(part, size, learner.mean_square.item(), norm**2)
         state.count(size, loss, noise, clipped, skipped, clock.elapsed, seconds)
+        row = {"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": update.stage,
+               "tokens_per_step": size, "lr": state.lr, "loss": loss, "grad_norm": None if skipped else norm,
+               "clipped": clipped, "noise_g2": noise[0], "noise_s": noise[1], "tokens_per_second": size / seconds}
         if ranks.first:
-            run.record({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed, "stage": update.stage,
-                        "tokens_per_step": size, "lr": state.lr, "loss": loss, "grad_norm": None if skipped else norm,
-                        "clipped": clipped, "noise_g2": noise[0], "noise_s": noise[1],
-                        "tokens_per_second": size / seconds})
+            run.record(row)
         with clock.pause():
+            run.board.add("train", row)
             if crossed(0 if config.skip_validation else config.eval_every, state.tokens, size):
                 nats, bits = learner.evaluate(stream, config.validation_tokens)
                 finite = isfinite(nats)
                 state.validation.append({"step": state.steps, "tokens": state.tokens, "elapsed": clock.elapsed,
                                          "loss": nats if finite else None, "bits_per_byte": bits if finite else None})
+                run.board.add("validation", state.validation[-1])
                 log.debug(f"validation loss {nats:.4f} at {state.tokens:,} tokens")
             if time.monotonic() - said > PROGRESS_SECONDS and clock.measured:
                 said = time.monotonic()

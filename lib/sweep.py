@@ -152,13 +152,15 @@ def hand_out(todo: list[Node], pool: Executor, slots: int, keep: set[int], repor
     """
     given: dict[Future, Node] = {}
     ready = [node for node in todo if node.parent not in todo]
+    # What a pool of processes takes in advance it begins even after it was told to stop.
+    room = slots if slots and isinstance(pool, ProcessPoolExecutor) else len(todo)
     try:
         while ready or given:
-            for node in ready:
+            while ready and len(given) < room:
+                node = ready.pop(0)
                 past = node.past and (str(node.past[0].path), node.past[1])
                 given[pool.submit(work, node.config, node.costs, node.keep | keep, past, slots)] = node
             done, _ = wait(given, return_when=FIRST_COMPLETED)
-            ready = []
             for future in done:
                 node = given.pop(future)
                 future.result()

@@ -160,11 +160,13 @@ def test_a_worker_that_is_killed_breaks_the_sweep_which_goes_on_when_asked_again
 
 
 def test_ctrl_c_stops_the_runs_of_other_processes_with_a_checkpoint(long, alone, when):
+    """And begins none of those that wait, of which a pool of processes would take some in advance."""
     config = replace(long, checkpoint_every=0)
-    run = resolve(config).run
+    run, others = resolve(config).run, [replace(config, seed=1 + i) for i in range(2 * max(2, os.cpu_count()))]
     when(run.rows, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        sweep([config], "long", PROCESSES)
+        sweep([config, *others], "long", PROCESSES)
+    assert not any(resolve(other).run.ended for other in others)
     assert run.meta["status"] == "interrupted"
     assert len(written(run)) == 1
     assert active_children() == []

@@ -113,7 +113,7 @@ def sweep(configs: Iterable[RunConfig], title: str, executor: str | Executor = "
     `executor` is serial (in this process, one after another), processes:N, dask:ADDRESS (of its scheduler), or any
     concurrent.futures.Executor. `keep` names tokens at which each run keeps a checkpoint, for branches. The names of
     the runs are written to sweeps/TITLE.json beside them, so that an analysis knows which belong together. Raises
-    BadInput for a configuration or an executor that cannot work.
+    BadInput for a configuration or an executor that cannot work; KeyboardInterrupt where one of its runs is stopped.
     """
     configs = list(configs)
     record = sweep_record(configs[0].runs, title)
@@ -163,7 +163,8 @@ def hand_out(todo: list[Node], pool: Executor, slots: int, keep: set[int], repor
             done, _ = wait(given, return_when=FIRST_COMPLETED)
             for future in done:
                 node = given.pop(future)
-                future.result()
+                if not future.result():
+                    raise KeyboardInterrupt(f"{node.run}: a stop was asked for; the same sweep goes on from there")
                 node.ended = True
                 ready += [other for other in todo if other.parent is node]
                 report(f"{node.run.name} done")
@@ -174,13 +175,17 @@ def hand_out(todo: list[Node], pool: Executor, slots: int, keep: set[int], repor
             future.cancel()
 
 
-def work(config: RunConfig, costs: Costs | None, keep: set[int], past: tuple[str, int] | None, slots: int) -> str:
-    """Train one run in a process that shares its machine with so many, 0 if unknown; returns the run's directory."""
+def work(config: RunConfig, costs: Costs | None, keep: set[int], past: tuple[str, int] | None, slots: int) -> bool:
+    """Train one run in a process that shares its machine with so many, 0 if unknown; False where it was stopped."""
     if slots:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // slots))
     donor = past and (Run(Path(past[0])), past[1])
-    return str(train(config, lambda line: None, keep=keep, past=donor, costs=costs).path)
+    try:
+        train(config, lambda line: None, keep=keep, past=donor, costs=costs)
+    except KeyboardInterrupt:  # a worker of Dask would end with it, and another one go on with the run
+        return False
+    return True
 
 
 @contextmanager

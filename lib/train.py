@@ -21,7 +21,7 @@ from lib.begin import Start, Task, check, counts, has_read, load, opening, start
 from lib.check import require
 from lib.clock import Clock, Costs
 from lib.config import RunConfig, command, read_arguments
-from lib.interrupt import Interrupt
+from lib.interrupt import FILE, Interrupt
 from lib.machine import environment, no_garbage_collection, peak_memory, pick_device
 from lib.noise import estimate
 from lib.plan import Plan
@@ -78,7 +78,7 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
 
     Under torchrun, every process calls this. Raises BadInput, before anything is written, where the configuration does
     not fit, or the checkpoints are damaged; Unwritten where the disk takes no more; KeyboardInterrupt, after a
-    checkpoint, where it was interrupted.
+    checkpoint, where it was interrupted, or a file `stop` was put into the run's directory: so a sweep ends, too.
     """
     ranks = Ranks.join()
     for stage in config.resolved():
@@ -88,8 +88,8 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
             costs = ranks.share(lambda: resolve(config, costs).costs)
         task = resolve(config, costs)
     run, say = task.run, progress if ranks.first else lambda line: None
-    with (ALONE, unwritten(run), run.hold(say) if ranks.first else nullcontext(), Interrupt() as stop,
-          torch.random.fork_rng()):
+    with (ALONE, unwritten(run), run.hold(say) if ranks.first else nullcontext(),
+          Interrupt(run.path / FILE if ranks.first else None) as stop, torch.random.fork_rng()):
         torch.manual_seed(config.seed)  # for models that draw while they train; this one does not
         if ranks.share(lambda: run.ended):
             say(f"{run}: ended before, reused")
@@ -100,7 +100,7 @@ def train(config: RunConfig, progress: Callable[[str], object] = print, *, keep:
                 begin = repeat(task, ranks, say)
             attempt(task, ranks, begin, stop, say, frozenset(keep), until)
     if stop.asked:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"{run}: a stop was asked for; asked for again, it goes on from there")
     return run
 
 
@@ -227,8 +227,10 @@ def loop(task: Task, ranks: Ranks, learner: Learner, state: State, clock: Clock,
         clock.start()
     while True:
         position = state.tokens if plan.by_tokens else clock.elapsed
-        stop.asked, position, clock.pace = ranks.agree(stop.asked, position, clock.pace)
-        if stop.asked or state.tokens >= (until or inf):
+        asked, position, clock.pace = ranks.agree(stop.look(), position, clock.pace)
+        if asked:  # of any process; False is not to hide a signal that came meanwhile
+            stop.asked = True
+        if asked or state.tokens >= (until or inf):
             save()
             state.leave("interrupted")
             log.info(f"stopped after update {state.steps:,}; asked for again, the run goes on from there")

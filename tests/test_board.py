@@ -70,15 +70,14 @@ def test_an_undisturbed_run(tiny, costs):
     assert "train/noise_s" not in holds_what_was_logged(timed)
 
 
-@pytest.mark.parametrize("left", [1.0, 0.6, 0.0])
-def test_a_stopped_run_logs_no_update_twice_and_misses_none(tiny, tmp_path, ctrl_c, same_run, left):
+def test_a_stopped_run_logs_no_update_twice_and_misses_none(tiny, tmp_path, ctrl_c, same_run):
     """Three attempts; the power may have cut off what the first wrote to its events, which lag behind checkpoints."""
     config = tiny(**ON, eval_every=500, checkpoint_every=1152)
     with ctrl_c(4):
         train(config, quiet)
     run = resolve(config).run
     file, = files(run)
-    file.write_bytes(file.read_bytes()[:int(left * file.stat().st_size)])
+    file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
     with ctrl_c(3):
         train(config, quiet)
     assert [event.step for event in read(run)["train/loss"]] == run.metrics().tokens.tolist()

@@ -35,9 +35,9 @@ SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(ki
 FLOORS = {
     0: ["__init__", "check"],
     1: ["fleet", "noise", "rules", "schedule", "stats", "theory"],
-    2: ["board", "clock", "config", "interrupt", "model", "ranks", "roofline"],
+    2: ["board", "clock", "config", "model", "ranks", "roofline"],
     3: ["corpus", "critical", "gates", "machine", "plan", "runs", "state", "stream"],
-    4: ["branch", "pairs", "prepare", "step"],
+    4: ["branch", "interrupt", "pairs", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],
     7: ["train"],

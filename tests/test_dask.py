@@ -12,6 +12,7 @@ import torch
 
 from lib.check import BadInput
 from lib.checkpoint import written
+from lib.interrupt import stop
 from lib.sweep import sweep
 from lib.train import resolve, train
 
@@ -68,6 +69,23 @@ def test_a_run_whose_worker_is_killed_goes_on_with_another(cluster, runs, undist
     assert [run.meta["past"] for run in made] == [None, *({"run": first.name, "tokens": 32 * n} for n in (200, 300))]
     assert {run.meta["environment"]["threads"] for run in made} == {SHARE}
     assert [run.meta["sha256"] for run in made] == undisturbed(runs)
+
+
+def test_a_run_that_is_told_to_stop_ends_the_sweep_and_no_worker(cluster, runs, undisturbed):
+    run = resolve(runs[0]).run
+    with ThreadPoolExecutor(1) as aside, distributed.Client(cluster) as client:
+        workers = client.run(os.getpid)
+        sweeping = aside.submit(sweep, runs[:1], "on dask", f"dask:{cluster.scheduler_address}")
+        while not run.rows() and not sweeping.done():
+            time.sleep(0.01)
+        stop(run)
+        with pytest.raises(KeyboardInterrupt, match=f"{run.name}: a stop was asked for"):
+            sweeping.result(60)
+        assert client.run(os.getpid) == workers
+    assert run.meta["status"] == "interrupted"
+    assert len(run.meta["attempts"]) == 1  # no other worker went on with it
+    made = sweep(runs[:1], "on dask", f"dask:{cluster.scheduler_address}")
+    assert [run.meta["sha256"] for run in made] == undisturbed(runs[:1])
 
 
 def test_what_a_run_raises_on_a_cluster_surfaces(cluster, tiny):

@@ -1,18 +1,23 @@
 """Several processes train one run: as one process would, within rounding, and they agree on where it stops."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from lib.check import BadInput
 from lib.checkpoint import tokens_of, written
+from lib.interrupt import stop
 from lib.ranks import Ranks
 from lib.train import resolve, train
 
@@ -145,12 +150,15 @@ def test_two_processes_train_what_one_does(three, costs, tmp_path, torchrun, sam
     assert train(config, quiet).path == pairs[0][0].path  # has ended, for one process too
 
 
-SLOW = '''"""Trains a configuration, slowly enough to be stopped on the way on any machine."""
+SLOW = '''"""Trains a configuration with another seed, then as it is, slowly enough to be stopped on the way."""
 
+import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 import lib.train
-from lib.config import command
+from lib.config import RunConfig, command, read_arguments
 from lib.step import Learner
 
 accumulate = Learner.accumulate
@@ -162,19 +170,26 @@ def slowly(learner, *rows):
 
 
 Learner.accumulate = slowly
+with suppress(KeyboardInterrupt):
+    lib.train.train(replace(read_arguments(RunConfig, sys.argv[1:]), seed=1))
 command(lib.train.main)
 '''
 
 
 def test_a_run_stopped_in_two_processes_goes_on_in_any_number(three, tmp_path, torchrun):
-    script, config = tmp_path / "slow.py", three(token_budget=12_800)
+    """One by its file, which the first process sees, and the next by a signal. The first process keeps the board."""
+    script, config = tmp_path / "slow.py", three(token_budget=12_800, tensorboard=True)
     script.write_text(SLOW)
-    run, process = resolve(config).run, torchrun(config, str(script))
-    while not run.rows() and process.poll() is None:
-        time.sleep(0.01)
-    process.terminate()
+    first, run = resolve(replace(config, seed=1)).run, resolve(config).run
+    process = torchrun(config, str(script))
+    for begun, end in (first, partial(stop, first)), (run, process.terminate):
+        while not begun.rows() and process.poll() is None:
+            time.sleep(0.01)
+        end()
     process.communicate(timeout=60)
-    assert run.meta["status"] == "interrupted"
+    assert [told.meta["status"] for told in (first, run)] == ["interrupted", "interrupted"]
+    assert [tokens_of(path) for path in written(first)] == [first.meta["tokens"]]
+    assert not (first.path / "stop").exists()
     before = run.meta["steps"]
     assert [tokens_of(path) for path in written(run)] == [run.meta["tokens"]]
     assert 0 < before == len(run.metrics())
@@ -194,6 +209,9 @@ def test_a_run_stopped_in_two_processes_goes_on_in_any_number(three, tmp_path, t
         assert rows.tokens.tolist() == rows.tokens_per_step.cumsum().tolist()
         attempts = [(attempt["after"], attempt["processes"]) for attempt in again.meta["attempts"]]
         assert attempts == [(0, 2), (before, processes)]
+        file, = (again.path / "tensorboard").iterdir()
+        assert [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value
+                and event.summary.value[0].tag == "train/loss"] == rows.tokens.tolist()
 
 
 def test_a_t_that_does_not_split_over_the_processes_is_bad_input(tiny, torchrun):
@@ -234,3 +252,18 @@ def test_a_stop_that_another_process_was_asked_for_interrupts_this_one_too(tiny,
     run = resolve(tiny()).run
     assert run.meta["status"] == "interrupted"
     assert [tokens_of(path) for path in written(run)] == [3 * 384]
+
+
+def test_a_signal_that_comes_while_the_processes_agree_is_not_lost(tiny, monkeypatch):
+    agreed, agree = [], Ranks.agree
+
+    def interrupted(self, *asked):
+        agreed.append(asked)
+        if len(agreed) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return agree(self, *asked)
+
+    monkeypatch.setattr(Ranks, "agree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(), quiet)
+    assert (resolve(tiny()).run.meta["status"], resolve(tiny()).run.meta["steps"]) == ("interrupted", 3)

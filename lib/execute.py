@@ -1,8 +1,9 @@
 """Notebooks executed as reports, one scale at a time: `python -m lib.execute SCALE [NOTEBOOK …]`.
 
 `params/SCALE/NAME.yaml` holds what `notebooks/NAME.ipynb` takes at that scale, and `executed/SCALE/` gets the notebook
-with its outputs, and the same as a page without code. They run in order of their numbers; one without params is no part
-of the scale. Paths count from the repository, where the kernels run too: none of this machine's gets into a report.
+with its outputs, the same as a page without code, and a page that leads to all of them. They run in order of their
+numbers; one without params is no part of the scale. Paths count from the repository, where the kernels run too: none of
+this machine's gets into a report.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from traitlets import Float
 
 from lib.check import BadInput, require, require_known
 from lib.config import ROOT, command, convert, read_yaml
+from lib.index import index
 
 KINDS = {"int": int, "float": float, "str": str, "bool": bool, "list": list}
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -201,14 +203,15 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             require(any(word in (name, name[:2]) for name in plan), "notebook", word,
                     f"must be one of {', '.join(plan)}, or its number")
         names = [name for name in plan if not asked or {name, name[:2]} & set(asked)]
-        reports = []
+        reports, overview = [], Path("executed", scale, "index.html")
         for number, name in enumerate(names, 1):
             print(f"[{number}/{len(names)}] {name} …", flush=True)
             start = time.monotonic()
             reports += execute(name, scale, plan[name])
+            overview.write_text(index(overview.parent), encoding="utf-8")
             seconds = datetime.timedelta(seconds=round(time.monotonic() - start))
             print(f"[{number}/{len(names)}] {name} finished in {seconds}", flush=True)
-        print("Reports:", *reports, sep="\n    ")
+        print("Reports:", *reports, overview, sep="\n    ")
 
 
 def stoppable() -> None:

@@ -36,7 +36,7 @@ FLOORS = {
     0: ["__init__", "check"],
     1: ["fleet", "noise", "rules", "schedule", "stats", "theory"],
     2: ["board", "clock", "config", "model", "ranks", "roofline"],
-    3: ["corpus", "critical", "gates", "machine", "plan", "runs", "state", "stream"],
+    3: ["corpus", "critical", "gates", "index", "machine", "plan", "runs", "state", "stream"],
     4: ["branch", "interrupt", "pairs", "prepare", "step"],
     5: ["checkpoint"],
     6: ["begin"],

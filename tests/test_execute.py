@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import nbformat
 import pytest
+from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lib.check import BadInput
+from lib.config import ROOT
 from lib.execute import main
+from lib.index import index
 
 PARAMETERS = """lr: float = 0.01  # peak learning rate
 steps: int = 3  # updates
@@ -33,9 +37,9 @@ def house(tmp_path, monkeypatch):
     return root
 
 
-def add(root, name, code, params):
+def add(root, name, code, params, text="# Why & how\n\nIn words."):
     parameters = new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
-    cells = [new_markdown_cell("# Why & how\n\nIn words."), parameters, new_code_cell(code)]
+    cells = [new_markdown_cell(text), parameters, new_code_cell(code)]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}, "language_info": {"name": "python"}}
     nbformat.write(new_notebook(cells=cells, metadata=kernel), root / "notebooks" / f"{name}.ipynb")
     (root / "params" / "fast" / f"{name}.yaml").write_text(params)
@@ -107,8 +111,9 @@ display(ipywidgets.IntSlider(description="slider"))""", "lr: 6.0e-4\nlimit: null
     assert printed[1:3] == ["    update 1", "    update 2"]
     assert printed[3:5] == [f"    first 0.0006 None {sys.executable}", f"    then {house}"]
     assert printed[5].startswith("[1/1] 01_first finished in 0:00:")
-    assert printed[6:] == ["Reports:", "    executed/fast/01_first.ipynb", "    executed/fast/01_first.html"]
-    assert sorted(path.name for path in report.parent.iterdir()) == [page.name, report.name, "figures"]
+    assert printed[6:] == ["Reports:", "    executed/fast/01_first.ipynb", "    executed/fast/01_first.html",
+                           "    executed/fast/index.html"]
+    assert sorted(path.name for path in report.parent.iterdir()) == [page.name, report.name, "figures", "index.html"]
     figure, = stale.parent.iterdir()
     assert (figure.name, figure.read_bytes()) == ("01_first-1.png", b"hi")
 
@@ -148,3 +153,75 @@ def test_a_failing_cell_keeps_the_earlier_report_and_stops_the_rest(house, capsy
     assert {path.name for path in good.parent.iterdir()} == {good.name, failed.name}
     assert capsys.readouterr().out.splitlines() == ["[1/2] 01_first …", "    on the way"]
     assert not Path("executed").exists()
+
+
+# The page that leads to the reports
+
+
+def read(page, folder):
+    """The page's articles, as a browser has them, once it is sure that it needs no network and leads somewhere."""
+    soup = BeautifulSoup(page, "html.parser")
+    assert soup.html["lang"] == "en"
+    assert not soup.find_all(["script", "link", "iframe", "object"])
+    assert "url(" not in page
+    assert "@import" not in page
+    names = [tag[kind] for tag in soup.find_all(True) for kind in ("href", "src") if tag.has_attr(kind)]
+    assert all((folder / unquote(name)).is_file() for name in names), names
+    assert all(image["alt"].strip() for image in soup.find_all("img"))
+    return soup.find_all("article")
+
+
+def words(tag):
+    return " ".join(tag.get_text().split())
+
+
+def links(article):
+    return [unquote(link["href"]) for link in article.find_all("a")]
+
+
+RESULTS = r"""from IPython.display import Markdown, display
+display(Markdown("no **Result:** yet"))
+display({"image/png": "aGk="}, metadata={"image/png": {"alt": "a \"curve\" <up> & on"}}, raw=True)
+display({"image/png": "aGk="}, metadata={"image/png": {"alt": "another"}}, raw=True)
+display(Markdown("**Result:** 2 * 3 * 4 < 5 & *T* is <script>alert(1)</script> `x`."))
+display(Markdown("**Result:** the second."))"""
+
+
+def test_a_page_leads_to_the_reports(house, capsys):
+    """Markup of a notebook is shown, not obeyed; one that failed is no report, and its earlier one stays."""
+    add(house, "01_first", RESULTS, "", "# <b>One</b> & *all*\n\n**Question.** Is *T* < 2,\nor `\"not\"`?\n\nMore.")
+    main(["fast"], house)
+    folder = house / "executed" / "fast"
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    first, second = read(page, folder)
+    assert words(first.h2) == "<b>One</b> & all"
+    question, result, aside = first.find_all("p")
+    assert words(question) == 'Is T < 2, or "not"?'
+    assert words(result) == "Result: 2 * 3 * 4 < 5 & T is <script>alert(1)</script> x."
+    assert words(aside) == "The first of 2 results. 01_first.html · 01_first.ipynb"
+    assert links(first) == ["01_first.html", "01_first.html", "01_first.ipynb", "figures/01_first-1.png"]
+    assert (first.img["src"], first.img["alt"]) == ("figures/01_first-1.png", 'a "curve" <up> & on')
+    assert words(second) == "Why & how 02_second.html · 02_second.ipynb"
+
+    add(house, "02_second", "raise ValueError", "")
+    (folder / "01_first.html").unlink()
+    with pytest.raises(SystemExit):
+        main(["fast", "02"], house)
+    assert (folder / "02_second.failed.ipynb").exists()
+    first, second = read(index(folder), folder)
+    assert links(first) == ["01_first.ipynb", "01_first.ipynb", "figures/01_first-1.png"]
+    assert links(second) == ["02_second.html", "02_second.html", "02_second.ipynb"]
+
+
+def test_the_page_over_the_published_reports():
+    folder = ROOT / "executed" / "laptop"
+    names = sorted(path.stem for path in folder.glob("[0-9]*.ipynb") if "." not in path.stem)
+    articles = read(index(folder), folder)
+    assert [links(article)[-1] for article in articles] == [f"figures/{name}-1.png" for name in names]
+    for name, article in zip(names, articles, strict=True):
+        report = (folder / f"{name}.ipynb").read_text(encoding="utf-8")
+        assert json.dumps(article.img["alt"], ensure_ascii=False) in report
+        question, result = map(words, article.find_all("p")[:2])
+        assert question.endswith("?")
+        first = report.partition('"text/markdown": [')[2].partition("]")[0]  # the first output in Markdown is a result
+        assert json.dumps(result.replace("Result:", "**Result:**"), ensure_ascii=False) == first.strip()

@@ -1,14 +1,10 @@
 """Data preparation: a tokenizer trained on the documents, and the documents packed into one flat file of tokens."""
 
-import fcntl
 import json
-import os
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -16,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lib.check import BadInput, require
+from lib.check import require
 from lib.config import Preparation, command, read_arguments, under_root
 from lib.corpus import describe, documents
-from lib.stream import read_meta
+from lib.folder import all_or_nothing
+from lib.stream import EOS, read_meta
 
-EOS = "<|eos|>"
 TRAINING_BYTES = 32_000_000  # of training documents, for the tokenizer
 BATCH = 1 << 20  # characters encoded at once
 PIECE = 1 << 16  # characters after which a document is cut for encoding; small, so that a long one fills all cores
@@ -41,7 +37,7 @@ def prepare(preparation: Preparation, progress: Callable[[str], object] = print)
         return _finished(folder, corpus, request)
     begin = time.perf_counter()
     tokenizer, tokenizer_bytes = _train_tokenizer(preparation)  # still in memory: bad input writes nothing
-    with _all_or_nothing(folder) as partial:
+    with all_or_nothing(folder, "stream") as partial:
         if folder.exists():  # another process was faster
             return _finished(folder, corpus, request)
         facts = _encode(preparation, tokenizer, partial, progress)
@@ -60,40 +56,6 @@ def _finished(folder: Path, corpus: dict, request: dict) -> dict:
         require(name == "revision" or wanted == made.get(name), "stream", str(folder), f"holds a stream with another "
                 f"{name}, {str(made.get(name))[:80]}; choose another folder, or remove this one")
     return meta
-
-
-@contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """A sibling folder, locked against other processes, that takes the place of `folder` when the block ends well."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-    except OSError as error:
-        raise BadInput(f"stream = {str(folder)!r}: must be a folder that can be made ({error})") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BadInput(f"stream = {str(folder)!r}: is being written by another process; wait for it") from None
-    try:
-        for stale in partial.glob("*"):  # of a preparation that was killed
-            stale.unlink()
-        yield partial
-        if not folder.exists():
-            for file in (*partial.iterdir(), partial):
-                _sync(file)
-            partial.rename(folder)
-            _sync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def _split(preparation: Preparation) -> Iterator[tuple[str, int, bool]]:

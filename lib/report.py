@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 from IPython.display import Markdown, display
+from pandas.io.formats.style import Styler
 
 from lib import stats
 from lib.machine import environment, pick_device
@@ -42,6 +43,13 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
         if f"{name}_sd" in frame:
             shown[words] += [f" ± {form.format(sd)}" if pd.notna(sd) else "" for sd in frame[f"{name}_sd"]]
     return shown.set_index([name for name in KEYS if name in shown])
+
+
+def texts(frame: pd.DataFrame) -> Styler:
+    """The frame with its texts whole for readers: line breaks are kept, and nothing in them is markup or a formula."""
+    return (frame.style.format(escape="html").format_index(escape="html").set_uuid("texts")
+            .set_table_attributes('class="tex2jax_ignore mathjax_ignore"')
+            .set_properties(**{"white-space": "pre-wrap", "text-align": "left", "vertical-align": "top"}))
 
 
 def verdicts(comparisons: dict[str, stats.Comparison], unit: str = "nat") -> pd.DataFrame:

@@ -235,15 +235,14 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def unwritten(what: object) -> Iterator[None]:
-    """Raise Unwritten, in one line about `what`, where the disk refuses to be written."""
+def unwritten(what: object, left: str = "what is there stays, and is continued when asked for again") -> Iterator[None]:
+    """Raise Unwritten, in one line about `what` and what is `left`, where the disk refuses to be written."""
     try:
         yield
     except OSError as error:
         if error.errno not in REFUSED:
             raise
-        reason = f"{what}: {error.strerror}; what is there stays, and is continued when asked for again"
-        raise Unwritten(reason) from None
+        raise Unwritten(f"{what}: {error.strerror}; {left}") from None
 
 
 def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:

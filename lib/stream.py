@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from lib.check import BadInput, require
 from lib.config import under_root
 
+EOS = "<|eos|>"  # ends a document
 FACTS = {"tokens", "training_tokens", "validation_tokens", "split", "dtype", "vocab_size", "eos_id", "sha256", "corpus",
          "preparation"}
 
@@ -60,6 +61,16 @@ def row_order(rows: int, data_seed: int, epoch: int) -> np.ndarray:
     order = np.random.Generator(np.random.PCG64([data_seed, epoch])).permutation(rows)
     order.flags.writeable = False
     return order
+
+
+def read_tokenizer(folder: Path, name: str) -> Tokenizer:
+    """The tokenizer in a folder; <|eos|> inside a text is text to it. Raises BadInput, naming the parameter."""
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise BadInput(f"{name} = {str(folder)!r}: must hold a whole tokenizer.json ({error})") from None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 class PackedStream:
@@ -123,12 +134,7 @@ class PackedStream:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The stream's tokenizer; <|eos|> inside a text is text to it."""
-        try:
-            tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise BadInput(f"stream = {str(self.folder)!r}: must hold a whole tokenizer.json ({error})") from None
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        return read_tokenizer(self.folder, "stream")
 
     def token_bytes(self) -> np.ndarray:
         """The bytes of UTF-8 each token stands for, 0 for <|eos|>: int64 [vocab_size]."""

@@ -35,10 +35,10 @@ SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(ki
 FLOORS = {
     0: ["__init__", "check"],
     1: ["fleet", "noise", "rules", "schedule", "stats", "theory"],
-    2: ["board", "clock", "config", "model", "ranks", "roofline"],
+    2: ["board", "clock", "config", "folder", "model", "ranks", "roofline"],
     3: ["corpus", "critical", "gates", "index", "machine", "plan", "runs", "state", "stream"],
-    4: ["branch", "interrupt", "pairs", "prepare", "step"],
-    5: ["checkpoint"],
+    4: ["branch", "interrupt", "pairs", "prepare", "sample", "step"],
+    5: ["checkpoint", "export"],
     6: ["begin"],
     7: ["train"],
     8: ["execute", "plots", "report", "study", "sweep"],

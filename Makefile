@@ -1,11 +1,11 @@
-# make run · make test · make lab · make report SCALE=laptop · make torture
+# make run · make test · make lab · make report SCALE=laptop · make torture · make test-browser
 
 SCALE  ?= quick
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
 
-.PHONY: run test lab report torture lock
+.PHONY: run test test-browser lab report torture lock
 
 run: SCALE := quick
 run: report
@@ -20,6 +20,11 @@ test: $(READY)
 # Kills thirty runs anywhere and continues them; `tests/torture.py KILLS SEED` for others.
 torture: $(READY)
 	$(VENV)/bin/python tests/torture.py
+
+# The explorer in JupyterLab, with the system's Chromium; skipped where there is none.
+test-browser: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
+	$(VENV)/bin/pytest tests/test_browser.py
 
 lab: $(READY)
 	$(VENV)/bin/jupyter lab notebooks

@@ -1,14 +1,14 @@
 """What to set: the arm that did best, as a params file that runs as it stands."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 
 import pandas as pd
-import yaml
 
 from lib import stats
 from lib.check import require
 from lib.config import RunConfig, under_root
+from lib.design import params_text
 from lib.report import listed
 from lib.runs import frame, make_folder, write_whole
 from lib.sweep import sweep
@@ -44,11 +44,7 @@ def recommend(winner: RunConfig, rivals: Sequence[RunConfig], fresh_seeds: Seque
 
 def write_params(config: RunConfig, name: str, words: str) -> str:
     """Write NAME.yaml beside the runs, for `python -m lib.train`, with `words` as its comment; returns its path."""
-    defaults = {field.name: field.default for field in fields(RunConfig)}
-    values = {name: [*map(list, value)] if name == "stages" else list(value) if isinstance(value, tuple) else value
-              for name, value in asdict(config).items() if value != defaults[name]}
     path = under_root(config.runs) / f"{name}.yaml"
-    text = "".join(f"# {line}\n" for line in words.splitlines()) + yaml.safe_dump(values, sort_keys=False)
     make_folder(path.parent)
-    write_whole(path, text.encode())
+    write_whole(path, params_text(config, words).encode())
     return f"{config.runs}/{name}.yaml"

@@ -1,6 +1,6 @@
 """Figures of what a choice does to the loss: a switch point, a critical batch, an arm among all arms."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import log2
 
@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from lib import stats
 from lib.plots import GREY, STYLE, colour, height_for, label_ends, line_style, new_figure, order
+from lib.theory import Law, along
 
 PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # of Okabe and Ito, for lines that are no arms
 
@@ -174,6 +175,37 @@ def overlay(curves: pd.DataFrame, reference: str, title: str, xlabel: str, exclu
         label_ends(axes, ends)
     above.set_ylabel("loss, nat")
     below.set(ylabel=f"less that of {reference}, nat", xlabel=xlabel)
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def of_law(law: Law, schedules: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
+    """T, and the loss that the law has for it, against tokens, for schedules as stages (tokens per step, tokens).
+
+    Margins are fixed: to have them computed takes as long again as all else.
+    """
+    figure = Figure(figsize=(8, 5), dpi=100)
+    figure.subplots_adjust(0.1, 0.11, 0.8, 0.92, hspace=0.12)
+    above, below = figure.subplots(2, 1, sharex=True)
+    ends, losses = [], []
+    for name, stages in schedules.items():
+        sizes, tokens = np.transpose(stages)
+        tint, style = (colour(name), "-") if name.startswith("constant") else (PALETTE[0], (0, (6, 1.2)))
+        bounds, places = np.append(0, np.cumsum(tokens)), np.linspace(0, tokens.sum(), 200)[1:]
+        loss = along(law, stages, places)
+        above.plot(bounds / 1e6, np.append(sizes, sizes[-1]), color=tint, ls=style, drawstyle="steps-post",
+                   label=name, zorder=3 if style != "-" else 2)
+        below.plot(places / 1e6, loss, color=tint, ls=style, label=name, zorder=3 if style != "-" else 2)
+        ends.append((places[-1] / 1e6, loss[-1], name, tint))
+        losses.append(loss[len(loss) // 10:])
+    above.set_yscale("log", base=2)
+    above.yaxis.set_major_locator(mpl.ticker.LogLocator(2, numticks=6))
+    above.yaxis.set_major_formatter("{x:,.0f}")
+    above.set(title=title, ylabel="tokens per step")
+    low, high = np.min(losses), np.max(losses)
+    below.set(xlabel="tokens, millions", ylabel="loss by the law, nat", xlim=(0, None),
+              ylim=(low - 0.06 * (high - low), high + 0.06 * (high - low)))
+    label_ends(below, ends)
     return figure
 
 

@@ -147,8 +147,11 @@ def execute(name: str, scale: str, values: dict) -> tuple[Path, Path]:
             reason = f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
         sys.exit(f"error: {name}, {reason}\n    what it did until then: {failed}")
     nb.metadata.papermill.output_path = str(report)
+    nb.metadata.pop("widgets", None)
     for cell in nb.cells:
         cell.metadata.pop("papermill", None)
+        if "outputs" in cell:  # widgets have no kernel any more, and need a script to be seen at all
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
     this_machine = rf"{re.escape(str(Path.cwd()))}/|{re.escape(tempfile.gettempdir())}/ipykernel_\d+/"
     running.write_text(re.sub(this_machine, "", nbformat.writes(nb)), encoding="utf-8")
     running.replace(report)
@@ -172,12 +175,8 @@ def save_figures(nb: nbformat.NotebookNode, folder: Path) -> None:
 
 
 def to_html(report: Path) -> str:
-    """A page to read: no code, no prompts, no widgets, which need a script; at its end the parameters used."""
+    """A page to read: no code and no prompts; at its end the parameters used."""
     nb = nbformat.read(report, as_version=4)
-    nb.metadata.pop("widgets", None)
-    for cell in nb.cells:
-        if "outputs" in cell:
-            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
     nb.cells.append(nbformat.v4.new_markdown_cell(parameters_table(report)))
     title = re.search(r"^# (.+)$", "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown"), re.M)
     exporter = HTMLExporter(raw_template=PAGE, exclude_input=True, exclude_output_prompt=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from lib.clock import Clock, Costs
 from lib.config import RunConfig
@@ -84,6 +85,39 @@ def updates(config: RunConfig, costs: Costs | None) -> Iterator[Update]:
         if not tokens:
             clock.start()
         tokens += update.tokens
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a run comes to: updates, tokens, and the seconds after its warm-up update, None where costs are unknown."""
+
+    updates: int
+    tokens: int
+    seconds: float | None
+
+
+def totals(config: RunConfig, costs: Costs | None) -> Totals | None:
+    """The sum of `updates`, in a time that does not grow with their number; None for a time budget without costs."""
+    by_tokens, budget, stages = config.token_budget is not None, config.budget, config.resolved()
+    if not by_tokens and costs is None:
+        return None
+    expected = Clock(costs).expected
+    first = stages[0].tokens_per_step  # the warm-up update, before the clock starts
+    count, tokens, seconds = 1, first, 0.0
+    position = first if by_tokens else 0.0
+    for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), 1.0], strict=True):
+        size = stage.tokens_per_step
+        cost = expected(size // config.device_token_capacity)
+        step = size if by_tokens else cost
+        begun = max(ceil((end * budget - position) / step), 0)  # inside the stage, but for what rounding moves
+        begun -= begun > 0 and (position + (begun - 1) * step) / budget >= end
+        begun += (position + begun * step) / budget < end
+        fits = min(begun, int((budget - position) // size)) if by_tokens else begun
+        count, tokens, seconds = count + fits, tokens + fits * size, seconds + fits * cost
+        position += fits * step
+        if fits < begun:
+            break
+    return Totals(count, tokens, seconds if costs else None)
 
 
 def common_past(a: RunConfig, b: RunConfig, costs: Costs | None) -> int:

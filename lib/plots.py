@@ -3,9 +3,7 @@
 Every function but `show` returns a matplotlib Figure of its own, outside pyplot's state, so nothing is drawn twice.
 """
 
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from math import isfinite, log2
 from re import findall, fullmatch, match
 from zlib import crc32
@@ -16,10 +14,10 @@ import pandas as pd
 from IPython.display import display
 from matplotlib import colors
 from matplotlib.figure import Figure
-from PIL import Image
 
 from lib import stats
 from lib.check import require
+from lib.png import bundle
 
 STYLE = {"font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True,
@@ -70,12 +68,8 @@ def order(arm: str) -> tuple:
 def show(figure: Figure, alt: str) -> None:
     """Display the figure as PNG, with alternative text in its metadata. Raises BadInput where the text is empty."""
     require(bool(alt.strip()), "alt", alt, "must say what the figure shows")
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png")
-    image, buffer = Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE), BytesIO()
-    image.save(buffer, format="png", optimize=True)  # a palette makes a third of the size
-    png = b64encode(buffer.getvalue()).decode()
-    display({"image/png": png, "text/plain": alt}, metadata={"image/png": {"alt": alt}}, raw=True)
+    data, metadata = bundle(figure, alt)
+    display(data, metadata=metadata, raw=True)
 
 
 def new_figure(rows: int = 1, height: float = 4.5, title: str = "", **options):
@@ -234,14 +228,15 @@ def draw_panels(panels, arm: str, label: str, marker: str, x, *series) -> None:
 
 
 def finish_panels(panels) -> Figure:
-    """Name the ticks of T and put the legend beside the panels."""
+    """Name the ticks of T, and put the legend beside the panels unless the title is the only name in it."""
     figure, shown = panels[0].figure, sorted({value for line in panels[0].lines for value in line.get_ydata()})
     far = [value for i, value in enumerate(shown) if i == 0 or value / shown[i - 1] > 1.3]
     panels[0].set_yticks(far if len(far) <= 6 else far[:: len(far) // 4], minor=False)
     panels[0].yaxis.set_major_formatter("{x:,.0f}")
     panels[0].yaxis.set_minor_locator(mpl.ticker.NullLocator())
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=10)
+    if labels != [figure.get_suptitle()]:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=10)
     figure.align_ylabels()
     return figure
 

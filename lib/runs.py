@@ -247,10 +247,14 @@ def unwritten(what: object, left: str = "what is there stays, and is continued w
 
 def load_runs(folder: str | Path = "runs") -> tuple[pd.DataFrame, pd.DataFrame]:
     """Every run in `folder` that has ended or was stopped: a frame of them, and one of all updates (column `run`)."""
+    return frame(found := runs_in(folder)), updates(found)
+
+
+def runs_in(folder: str | Path) -> list[Run]:
+    """Every run in `folder` that has ended or was stopped. Raises BadInput where it is no folder."""
     folder = under_root(folder)
     require(folder.is_dir(), "runs", str(folder), "is not a folder of runs; train something first")
-    ended = [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json"))]
-    return frame(ended), updates(ended)
+    return [Run(meta.parent) for meta in sorted(folder.glob("*/run_meta.json"))]
 
 
 def frame(runs: list[Run]) -> pd.DataFrame:

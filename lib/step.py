@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from math import inf, log
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -188,20 +189,31 @@ def calibrate(config: RunConfig, vocab_size: int) -> Costs:
     Medians over three seconds of steps on random tokens, rounded to three digits. The record lies beside the runs, so
     that runs on the modelled clock stay comparable however busy the machine is later.
     """
-    device = pick_device(config.device)
-    names = ["device_token_capacity", "precision", "compile", "matmul_precision"]
-    names += [name for name in ("fullgraph", "activation_checkpointing") if getattr(config, name)]
-    key = asdict(model_config(config, vocab_size)) | {name: getattr(config, name) for name in names} | {
-        "device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    record = under_root(config.runs) / "calibration" / f"{digest(key)}.json"
+    key, record = calibration(config, vocab_size)
     if (known := read_json(record)) is None:
         make_folder(record.parent)
         with torch.random.fork_rng():  # of a model that draws while it trains
             micro_batch, update = measure_step(replace(config, seed=0), vocab_size)
         known = {"costs": {"micro_batch_seconds": micro_batch, "update_seconds": update}, "of": key,
-                 "environment": environment(device)}
+                 "environment": environment(pick_device(config.device))}
         write_json(record, known)
     return Costs(**known["costs"])
+
+
+def calibrated(config: RunConfig, vocab_size: int) -> Costs | None:
+    """What `calibrate` returns, where it has been measured before."""
+    known = read_json(calibration(config, vocab_size)[1])
+    return known and Costs(**known["costs"])
+
+
+def calibration(config: RunConfig, vocab_size: int) -> tuple[dict, Path]:
+    """What the costs of a step depend on, and the file that records them."""
+    names = ["device_token_capacity", "precision", "compile", "matmul_precision"]
+    names += [name for name in ("fullgraph", "activation_checkpointing") if getattr(config, name)]
+    key = asdict(model_config(config, vocab_size)) | {name: getattr(config, name) for name in names} | {
+        "device": device_name(pick_device(config.device)), "threads": torch.get_num_threads(),
+        "torch": torch.__version__}
+    return key, under_root(config.runs) / "calibration" / f"{digest(key)}.json"
 
 
 def measure_step(config: RunConfig, vocab_size: int, seconds: float = 3.0) -> tuple[float, float]:

@@ -243,6 +243,12 @@ def swept(runs: str, *titles: str) -> list[str]:
     return names
 
 
+def sweeps(runs: str) -> dict[str, list[str]]:
+    """The names of the runs of each sweep made in this folder, by its title."""
+    records = sorted(sweep_record(runs, "any").parent.glob("*.json"))
+    return {record.stem: names for record in records if isinstance(names := read_json(record), list)}
+
+
 def updating_line() -> Callable[[str], object]:
     """A function that shows a line: in a notebook in place of the one before, elsewhere below it."""
     if get_ipython() is None:

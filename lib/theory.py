@@ -71,6 +71,16 @@ def final(law: Law, stages: Sequence[tuple[float, float]]) -> float:
     return law.floor + law.amplitude * (left[0] + 1) ** -law.s + law.noise * float(noise.sum())
 
 
+def along(law: Law, stages: Sequence[tuple[float, float]], places: Sequence[float]) -> np.ndarray:
+    """Loss where such a run has taken so many tokens, at these places [P]."""
+    sizes, tokens = np.asarray(stages, float).T
+    bounds, times = (np.append(0.0, np.cumsum(part)) for part in (tokens, law.rate * tokens / sizes))
+    now = np.interp(places, bounds, times)
+    since = np.clip(now[:, None] - times, 0, None)  # each stage's beginning and end
+    noise = -np.diff(law.faded(since), axis=1) @ (1 / sizes)
+    return law.floor + law.amplitude * (now + 1) ** -law.s + law.noise * noise
+
+
 def switch_losses(law: Law, small: float, large: float, budget: float, fractions: Sequence[float]) -> np.ndarray:
     """Loss at the end of runs that switch from small to large tokens per step at these fractions of the budget."""
     return np.array([final(law, [(small, at * budget), (large, (1 - at) * budget)]) for at in fractions])
@@ -98,7 +108,7 @@ def optimal(law: Law, budget: float, smallest: float, largest: float = np.inf, p
     time, decides between signal and noise. `parts` are stages, finer toward the end.
     """
     least, most = law.rate * budget / largest, law.rate * budget / smallest
-    times = np.geomspace(max(least, most * 1e-4), most, 300)
+    times = np.geomspace(max(least, most * 1e-4), most, 60)
     best = min(range(len(times)), key=lambda i: final(law, spread(law, times[i], budget, smallest, largest, parts)))
     around = times[max(best - 1, 0)], times[min(best + 1, len(times) - 1)]
     found = minimize_scalar(lambda time: final(law, spread(law, time, budget, smallest, largest, parts)),
@@ -124,6 +134,28 @@ def spread(law: Law, time: float, budget: float, smallest: float, largest: float
     factor = low if over(low) >= 0 else high if over(high) <= 0 else brentq(over, low, high, xtol=1e-12)
     tokens = sizes(factor) * spans / law.rate
     return [*zip(sizes(factor).tolist(), (tokens * budget / tokens.sum()).tolist(), strict=True)]
+
+
+def rivals(law: Law, budget: float, smallest: float, largest: float) -> dict[str, list[tuple[float, float]]]:
+    """The best schedule with T between these bounds, the constants at them, and the best constant between."""
+    sizes = np.geomspace(smallest, largest, 100)
+    best = sizes[np.argmin([final(law, [(size, budget)]) for size in sizes])]
+    stages = {"best schedule": optimal(law, budget, smallest, largest, 60)}
+    return stages | {f"constant {size:,.0f}": [(float(size), float(budget))] for size in (smallest, best, largest)}
+
+
+def in_words(law: Law, schedules: dict[str, Sequence[tuple[float, float]]]) -> str:
+    """What the best schedule gains over the best constant T, and where it begins to grow."""
+    ends = {name: final(law, stages) for name, stages in schedules.items()}
+    best = ends.pop("best schedule")
+    constant = min(ends, key=ends.get)
+    sizes, tokens = np.transpose(schedules["best schedule"])
+    at_least = tokens[sizes <= sizes.min() * 1.01].sum() / tokens.sum()
+    gain = ends[constant] - best
+    beside = f"{gain:.4f} nat below" if gain >= 5e-5 else "no lower than"
+    return (f"The best schedule ends at {best:.4f} nat, {beside} the best constant T, "
+            f"{constant.removeprefix('constant ')}; it stays at its smallest T, {sizes.min():,.0f}, for {at_least:.0%} "
+            f"of the tokens, and ends at {sizes[-1]:,.0f}")
 
 
 @dataclass(frozen=True)

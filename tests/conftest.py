@@ -18,6 +18,7 @@ from lib.config import Preparation, RunConfig, command
 from lib.prepare import prepare
 from lib.step import Learner
 
+collect_ignore = ["test_browser.py"]  # unless it is named: it drives a browser
 # One thread is fastest for models this small, and tests stay quick on a busy machine.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -6,10 +6,11 @@ import pytest
 from matplotlib import colors
 from matplotlib.text import Text
 
-from lib.charts import against, at_each_size, capacities, catch_up, fronts, overlay, savings
+from lib.charts import against, at_each_size, capacities, catch_up, fronts, of_law, overlay, savings
 from lib.config import RunConfig
 from lib.fleet import SHAPES, Fleet, compare_times
 from lib.plots import colour
+from lib.theory import Law, final, rivals
 
 SMALL, LARGE, LATE = "constant 1,024", "constant 12,288", "switch 1,024 to 12,288 at 0.5, lr unscaled"
 LINE = pd.DataFrame({"x": [0.25, 0.5, 0.75], "middle": [4.2, 4.1, 4.15], "low": [4.1, 4.05, 4.1],
@@ -133,3 +134,19 @@ def test_capacities_are_drawn_with_what_does_not_fit(tried):
     crosses = [line for line in above.lines if line.get_marker() == "x"]
     assert [line.get_xdata().tolist() for line in crosses] == [[768, 1024]][:tried > 3]
     assert below.get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize("noise", [1e-2, 400.0, 1e5])
+def test_schedules_of_a_law_end_at_its_loss(noise):
+    law = Law(2.5, 3.0, 0.3, 1.5, noise, 0.05)
+    schedules = rivals(law, 1_105_920, 1024, 12_288)
+    above, below = check(of_law(law, schedules, "Title")).axes
+    for axes in (above, below):
+        assert {line.get_label() for line in axes.lines} == {*schedules}
+    for line in below.lines:
+        assert line.get_xdata()[-1] == pytest.approx(1.10592)
+        assert line.get_ydata()[-1] == pytest.approx(final(law, schedules[line.get_label()]))
+        assert below.get_ylim()[0] < line.get_ydata()[-1] < below.get_ylim()[1]
+    for line in above.lines:
+        assert line.get_ydata()[0] == pytest.approx(schedules[line.get_label()][0][0])
+    assert {text.get_text() for text in below.texts} == {*schedules}

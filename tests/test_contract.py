@@ -35,15 +35,15 @@ SHARED = {field.name for kind in (Preparation, RunConfig) for field in fields(ki
 FLOORS = {
     0: ["__init__", "check"],
     1: ["fleet", "noise", "rules", "schedule", "stats", "theory"],
-    2: ["board", "clock", "config", "folder", "model", "ranks", "roofline"],
+    2: ["board", "clock", "config", "folder", "model", "png", "ranks", "roofline"],
     3: ["corpus", "critical", "gates", "index", "machine", "plan", "runs", "state", "stream"],
-    4: ["branch", "interrupt", "pairs", "prepare", "sample", "step"],
+    4: ["branch", "design", "interrupt", "pairs", "prepare", "sample", "step"],
     5: ["checkpoint", "export"],
     6: ["begin"],
     7: ["train"],
     8: ["execute", "plots", "report", "study", "sweep"],
-    9: ["advice", "charts", "loops", "trial"],
-    10: ["capacity", "race"],
+    9: ["advice", "browse", "charts", "live", "loops", "trial"],
+    10: ["capacity", "race", "widgets"],
     11: ["bench"],
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
@@ -185,7 +185,7 @@ def test_direct_dependencies_are_pinned_as_locked():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     locked = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
     project = pyproject()["project"]
-    for text in project["dependencies"] + project["optional-dependencies"]["test"]:
+    for text in sum(project["optional-dependencies"].values(), project["dependencies"]):
         requirement = Requirement(text)
         assert str(requirement.specifier) == f"=={locked[canonicalize_name(requirement.name)]}", text
 

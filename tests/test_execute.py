@@ -122,6 +122,8 @@ display(ipywidgets.IntSlider(description="slider"))""", "lr: 6.0e-4\nlimit: null
     assert nb.metadata.papermill.input_path == "notebooks/01_first.ipynb"
     assert nb.metadata.papermill.output_path == "executed/fast/01_first.ipynb"
     assert str(house.parent) not in json.dumps([nb.metadata, *(cell.metadata for cell in nb.cells)])
+    assert "widgets" not in nb.metadata
+    assert "widget-view" not in report.read_text(encoding="utf-8")
     update, stream, *_ = nb.cells[-1].outputs
     assert update.data["text/plain"] == "update 2"
     assert stream.text.startswith("first 0.0006 None")

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib.clock import Costs
-from lib.plan import common_past, updates
+from lib.plan import common_past, totals, updates
 from lib.runs import weights_sha256
 from lib.step import Learner
 from lib.train import train
@@ -135,3 +135,30 @@ def test_a_past_in_common_on_the_modelled_clock(plain, costs, tmp_path):
     assert tokens == rows[rows.stage == 0].tokens.max()
     other = train(small, progress=quiet).metrics()
     assert other[other.tokens <= tokens].loss.tolist() == rows[rows.stage == 0].loss.tolist()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=settings_of_runs(), budget=st.integers(480, 40_000))
+def test_the_totals_are_the_sum_of_the_plan(plain, values, budget):
+    config = plain(**values, token_budget=budget)
+    sizes = [update.tokens for update in updates(config, None)]
+    found = totals(config, COSTS)
+    assert (found.updates, found.tokens) == (len(sizes), sum(sizes))
+    assert totals(config, None) == replace(found, seconds=None)
+    costs = [size // 96 * COSTS.micro_batch_seconds + COSTS.update_seconds for size in sizes[1:]]
+    assert found.seconds == pytest.approx(sum(costs))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=settings_of_runs(), tenths=st.integers(5, 400))
+def test_the_totals_of_a_time_budget_are_those_of_the_plan_but_for_rounding(plain, values, tenths):
+    """Costs that binary fractions hold exactly: an update that ends with a stage, or the budget, does so in both."""
+    costs, config = Costs(0.125, 0.0625), plain(**values, time_budget=tenths / 8, clock="modelled")
+    sizes = [update.tokens for update in updates(config, costs)]
+    found = totals(config, costs)
+    assert (found.updates, found.tokens) == (len(sizes), sum(sizes))
+    assert found.seconds == sum(size // 96 * 0.125 + 0.0625 for size in sizes[1:])
+
+
+def test_what_a_time_budget_comes_to_is_not_known_without_costs(plain):
+    assert totals(plain(time_budget=1.0), None) is None

@@ -168,6 +168,9 @@ def test_trajectories():
     assert len(timed.axes) == 2
     assert timed.axes[-1].get_xlabel() == "time, seconds"
     assert set(drawn(plots.trajectories([*configs(), *configs(lr=2e-3)]))) > {"constant 12,288, lr 0.001"}
+    alone = plots.trajectories(configs()[:1], configs()[0].arm)
+    assert not alone.legends
+    assert plots.trajectories(configs()[:1]).legends
     with pytest.raises(BadInput, match="same kind of budget"):
         plots.trajectories(configs() + configs(token_budget=None, time_budget=300.0))
 

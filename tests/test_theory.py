@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from lib.check import BadInput
-from lib.theory import Law, best_switch, final, fit, optimal, simulate, switch_losses
+from lib.theory import Law, along, best_switch, final, fit, in_words, optimal, rivals, simulate, switch_losses
 
 HARD, EASY = Law(2.5, 3.0, 0.3, 1.8, 400.0, 0.05), Law(2.5, 3.0, 0.9, 1.5, 400.0, 0.05)  # s against 1 − 1/β
 laws = st.builds(Law, st.floats(0, 3), st.floats(0.1, 5), st.floats(0.1, 2), st.floats(1.1, 5), st.floats(1, 500),
@@ -32,6 +32,37 @@ def test_the_law_is_its_formula(law, stages):
     assert simulate(law, batch)[-1] == pytest.approx(direct, rel=1e-6)
     assert final(law, [(size, size * count) for size, count in stages]) == pytest.approx(direct, rel=1e-6)
     assert simulate(law, batch)[0] == pytest.approx(simulate(law, batch[:1])[0])  # the future has no say
+
+
+@settings(max_examples=30)
+@given(laws, schedules)
+def test_the_loss_along_a_run_is_the_one_simulated(law, stages):
+    batch = np.repeat(*np.transpose(stages)).astype(float)
+    in_tokens = [(size, size * count) for size, count in stages]
+    assert along(law, in_tokens, np.cumsum(batch)) == pytest.approx(simulate(law, batch), rel=1e-9)
+    assert along(law, in_tokens, [0.0]) == pytest.approx(law.floor + law.amplitude)
+    assert along(law, in_tokens, [batch.sum()]) == pytest.approx(final(law, in_tokens))
+
+
+@pytest.mark.parametrize(("noise", "words"), [
+    (1e-3, "no lower than the best constant T, 1,024; it stays at its smallest T, 1,024, for 100% of the tokens, and "
+     "ends at 1,024"),
+    (1e6, "no lower than the best constant T, 12,288; it stays at its smallest T, 12,288, for 100% of the tokens, and "
+     "ends at 12,288")])
+def test_without_noise_the_smallest_t_is_best_and_with_noise_alone_the_largest(noise, words):
+    law = replace(HARD, noise=noise)
+    schedules = rivals(law, 1e6, 1024, 12_288)
+    assert [*schedules] == ["best schedule", "constant 1,024", "constant 12,288"]
+    assert in_words(law, schedules).endswith(f" nat, {words}")
+
+
+def test_the_best_schedule_is_no_worse_than_any_constant():
+    schedules = rivals(HARD, 1e7, 1024, 12_288)
+    best, *constants = (final(HARD, stages) for stages in schedules.values())
+    assert best < min(constants) - 0.01
+    assert min(constants) < final(HARD, [(1024, 1e7)])
+    assert f"at {best:.4f} nat, {min(constants) - best:.4f} nat below the best constant T" in in_words(HARD, schedules)
+    assert all(sum(tokens for _, tokens in stages) == pytest.approx(1e7) for stages in schedules.values())
 
 
 def quadratic(batch, s, beta, rate=0.02, modes=4000):

@@ -1,6 +1,5 @@
-"""A run while it is trained, by whatever process: what its directory shows, and a word that stops it."""
+"""A run while it is trained, by whatever process: what its directory shows."""
 
-import fcntl
 import json
 import os
 from dataclasses import dataclass
@@ -16,20 +15,16 @@ from lib import stats
 from lib.check import BadInput
 from lib.config import RunConfig, under_root
 from lib.design import duration
+from lib.interrupt import held
 from lib.noise import noise_scale
 from lib.plots import GREY, STYLE, colour
 from lib.png import bundle
-from lib.runs import Run, write_whole
+from lib.runs import Run
 from lib.train import resolve, train
 
 WINDOW = 0.05  # of the updates so far: what speed, time left and noise scale are of
 FEWEST = 20  # updates in that window
 TRAINING = "training"  # the status of a run that a process holds
-
-
-def stop(run: Run) -> None:
-    """Ask whatever process trains the run to end it at its next update, with a checkpoint."""
-    write_whole(run.path / "stop", b"")  # to be replaced by the training loop's own function for this
 
 
 def runs_begun(folder: str) -> list[Run]:
@@ -43,13 +38,8 @@ def runs_begun(folder: str) -> list[Run]:
 
 def status_of(run: Run) -> str:
     """`training` while a process holds the run's directory, else the outcome it came to, if any."""
-    lock = os.open(run.path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if held(run.path):
         return TRAINING
-    finally:
-        os.close(lock)
     return (run.meta or {}).get("status", "killed").replace("_", " ")
 
 

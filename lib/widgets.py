@@ -28,6 +28,7 @@ from lib import browse, design, live
 from lib.charts import of_law
 from lib.check import BadInput, require
 from lib.config import CHOICES, RunConfig
+from lib.interrupt import stop
 from lib.plots import trajectories
 from lib.png import png
 from lib.step import calibrate, calibrated
@@ -249,7 +250,7 @@ def live_view(folder: str, seconds: float = 1.0) -> VBox:
 
     def ask(_: Button) -> None:
         try:
-            live.stop(log.run)
+            stop(log.run)
             asked.value = "Asked to stop; it ends at its next update, with a checkpoint."
         except BadInput as error:  # it ended since it was looked at
             asked.value = warning(str(error))

@@ -11,7 +11,8 @@ from traitlets.config import Config
 
 from lib import live
 from lib.check import BadInput
-from lib.live import Log, draw, look, noise_scales, runs_begun, status_of, stop, watch
+from lib.interrupt import stop
+from lib.live import Log, draw, look, noise_scales, runs_begun, status_of, watch
 from lib.runs import Run
 from lib.train import resolve, train
 

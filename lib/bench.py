@@ -18,6 +18,7 @@ import pandas as pd
 import papermill
 import torch
 
+import lib.execute  # noqa: F401 - papermill's engine of the reports
 from lib.check import require
 from lib.config import CHOICES, Preparation, RunConfig, check_types, command, read_arguments
 from lib.corpus import INSTALLED, documents
@@ -265,7 +266,8 @@ def notebook(folder: Path) -> dict:
     """An empty notebook, executed by papermill."""
     path = folder / "empty.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("pass")]), path)
-    took = timed(lambda: papermill.execute_notebook(str(path), str(path), kernel_name="python3", progress_bar=False))
+    took = timed(lambda: papermill.execute_notebook(str(path), str(path), engine_name="console", kernel_name="python3",
+                                                    progress_bar=False))
     return {"what": "executing an empty notebook", "here": f"{took:.1f} s"}
 
 

@@ -247,20 +247,22 @@ def speeds(rows: pd.DataFrame, title: str) -> Figure:
     `rows` are of `race.race`, with shape, precision and compile.
     """
     cases = [*rows.groupby(["shape", "precision", "compile"], sort=False)]
+    others = [loop for loop in rows["loop"].unique() if loop != "own"]
     figure, axes = new_figure(height=1.5 + 0.45 * len(cases))
     for place, (_, group) in enumerate(cases):
         turns = group.pivot(index="round", columns="loop", values="tokens_per_second")
-        for number, (loop, tint) in enumerate(zip(turns.columns.drop("own"), PALETTE, strict=False)):
-            ratios, at = turns["own"] / turns[loop], place + 0.2 * number
-            axes.hlines(at, ratios.min(), ratios.max(), color=tint)
-            label = "" if place else f"the {loop} loop"
-            axes.plot(ratios.median(), at, "os"[number % 2], color=tint, ms=7, label=label)
+        for number, (loop, tint) in enumerate(zip(others, PALETTE, strict=False)):
+            if loop in turns:
+                ratios, at = turns["own"] / turns[loop], place + 0.2 * number
+                axes.hlines(at, ratios.min(), ratios.max(), color=tint)
+                axes.plot(ratios.median(), at, "os^D"[number], color=tint, ms=7, label=f"the {loop} loop")
     axes.axvline(1, color=GREY, lw=1)
     axes.set_yticks(range(len(cases)), [f"{shape}, {precision}" + ("" if mode == "off" else ", compiled")
                                         for (shape, precision, mode), _ in cases])
     axes.invert_yaxis()
     axes.set(title=title, xlabel="tokens/s of the own loop over those of another")
-    figure.legend(loc="outside lower left", fontsize=9, ncols=2)
+    named = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(named.values(), named, loc="outside lower left", fontsize=9, ncols=4)
     return figure
 
 

@@ -4,6 +4,7 @@ Each trains until its process ends, and calls `turn` after every update. All but
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +29,11 @@ def own(config: RunConfig, turn: Callable[[], None]) -> None:
 
     Learner.apply = applied  # for good: this process does nothing else
     train(config, lambda line: None)
+
+
+def checkpointed(config: RunConfig, turn: Callable[[], None]) -> None:
+    """The own loop, with activations computed again in the backward pass instead of kept."""
+    own(replace(config, activation_checkpointing=True), turn)
 
 
 def bare(config: RunConfig, turn: Callable[[], None], kept: bool = True, parts: bool = True, fused: bool | None = True,
@@ -74,6 +80,7 @@ def logits_at_once(model: MiniGPT, tokens: Tensor) -> Tensor:
 
 LOOPS = {
     "own": own,
+    "checkpointed": checkpointed,
     "bare": bare,
     # What one writes at first, as in nanoGPT: with clipping, and the loss read after every update.
     "plain": partial(bare, kept=False, parts=False, fused=None, clip=1.0),

@@ -6,7 +6,7 @@ import pytest
 from matplotlib import colors
 from matplotlib.text import Text
 
-from lib.charts import against, at_each_size, capacities, catch_up, fronts, of_law, overlay, savings
+from lib.charts import against, at_each_size, capacities, catch_up, fronts, of_law, overlay, savings, speeds
 from lib.config import RunConfig
 from lib.fleet import SHAPES, Fleet, compare_times
 from lib.plots import colour
@@ -150,3 +150,17 @@ def test_schedules_of_a_law_end_at_its_loss(noise):
     for line in above.lines:
         assert line.get_ydata()[0] == pytest.approx(schedules[line.get_label()][0][0])
     assert {text.get_text() for text in below.texts} == {*schedules}
+
+
+def test_a_loop_looks_the_same_in_every_race():
+    """Also in those that another loop is not in; the legend names each once."""
+    rows = pd.DataFrame([
+        {"shape": shape, "precision": "fp32", "compile": "off", "loop": loop, "round": number, "tokens_per_second": 5}
+        for shape, loops in (("small", ["own", "bare", "plain"]), ("large", ["own", "plain"]))
+        for loop in loops for number in range(2)])
+    figure = speeds(rows, "Speeds")
+    marks = [(line.get_label(), line.get_color(), line.get_marker()) for line in figure.axes[0].lines
+             if line.get_label().startswith("the ")]
+    assert len(marks) == 3
+    assert len({*marks}) == len({colour for _, colour, _ in marks}) == 2
+    assert sorted(text.get_text() for text in figure.legends[0].get_texts()) == ["the bare loop", "the plain loop"]

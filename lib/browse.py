@@ -52,12 +52,12 @@ def labels(runs: pd.DataFrame) -> pd.Series:
     words = {"lr": "lr {:.4g}", "lr_schedule": "{}", "limit": "{}", "branch_at": "from {:,} tokens",
              "setting": "setting {:.4}"}
     limits = [f"{budget:,.10g} {kind}" for budget, kind in zip(runs["budget"], runs["budget_kind"], strict=True)]
-    texts, runs = runs["arm"].tolist(), runs.assign(limit=limits)
+    texts, runs = runs["arm"].astype(str), runs.assign(limit=limits)
     for column, form in words.items():
-        several = runs.groupby("arm")[column].transform("nunique") > 1
-        texts = [f"{text}, {form.format(value)}" if apart else text
-                 for text, value, apart in zip(texts, runs[column], several, strict=True)]
-    return pd.Series(texts, runs.index, dtype=str)
+        within = texts if column == "setting" else runs["arm"]  # a hash only where words do not tell all apart
+        several = runs[column].groupby(within).transform("nunique") > 1
+        texts = texts.where(~several, texts + ", " + runs[column].map(form.format).astype(str))
+    return texts
 
 
 def logs_of(runs: pd.DataFrame, folder: str) -> pd.DataFrame:
@@ -98,7 +98,7 @@ def lines_of(runs: pd.DataFrame, logs: pd.DataFrame, x: str, unit: float, smooth
     for run, part in bins.groupby("run"):
         log = logs[logs["run"] == run]
         middle = ((part["start_tokens"] + part["end_tokens"]) / 2).clip(upper=log["tokens"].max())
-        place = np.interp(middle, log["tokens"], log[x].astype(float)) / unit
+        place = np.interp(middle, np.append(0, log["tokens"]), np.append(0, log[x].astype(float))) / unit
         smooth = pd.DataFrame({"x": place, "loss": part["loss"].to_numpy()}, index=part["start_tokens"])
         raw = log.iloc[:: 1 + len(log) // MOST]
         lines[run] = Line(seeds[run], pd.DataFrame({"x": raw[x] / unit, "loss": raw["loss"]}), smooth)
@@ -117,6 +117,7 @@ def compare_curves(runs: pd.DataFrame, logs: pd.DataFrame, x: str = "tokens", lo
     require(x in AXES, "x", x, f"must be one of {', '.join(AXES)}")
     require(len(logs) > 0, "runs", len(runs), "must have logged an update: choose more in the lists")
     require(not (log_y and baseline), "log_y", log_y, "must be off for a difference, which has both signs")
+    logs = logs[logs["run"].isin(runs["run"])]
     longest = logs["elapsed"].max()
     clock = ("hours", 3600) if longest >= 3600 else ("minutes", 60) if longest >= 180 else ("seconds", 1)
     unit, word = {"tokens": (1e6, "tokens, millions"), "step": (1, "updates")}.get(x, (clock[1], f"time, {clock[0]}"))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from tokenizers import Tokenizer
@@ -75,7 +76,7 @@ def samples(runs: pd.DataFrame, folder: str | Path, prompts: Sequence[str], toke
     loss; an arm without one is left out. The arms of a prompt stand in order of that loss. Raises BadInput.
     """
     folder = under_root(folder)
-    kept = [(folder / name / "model").is_dir() for name in runs["run"]]
+    kept = np.array([(folder / name / "model").is_dir() for name in runs["run"]], dtype=bool)
     chosen = runs[runs["status"].isin(TRAINED) & kept].sort_values(["seed", "validation_loss"]).drop_duplicates("arm")
     texts = {row.arm: sample(*trained(Run(folder / row.run)), prompts, tokens, temperature, seed)
              for row in chosen.sort_values("validation_loss", kind="stable").itertuples()}

@@ -186,7 +186,7 @@ def contents():
     """Every file and folder below one, with when it was changed, and its bytes."""
 
     def of(folder):
-        return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        return {path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes())
                 for path in [folder, *folder.rglob("*")]}
 
     return of

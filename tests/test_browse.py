@@ -69,7 +69,7 @@ def test_a_curve_is_the_mean_of_what_was_logged(shelf, x):
         loss = np.mean([row.loss.groupby(row.index // count).mean() for row in rows], axis=0)
         assert drawn[arm][:, 1] == pytest.approx(loss)
         middles = (np.arange(10) + 0.5) * 384
-        places = np.mean([np.interp(middles, row.tokens, row[x]) for row in rows], axis=0)
+        places = np.mean([np.interp(middles, [0, *row.tokens], [0, *row[x]]) for row in rows], axis=0)
         assert drawn[arm][:, 0] == pytest.approx(places / (1e6 if x == "tokens" else 1))
     raw = [line for line in compare_curves(chosen, logs, x).axes[0].lines if line.get_label().startswith("_")]
     assert sorted(len(line.get_xdata()) for line in raw) == [10, 10, 40, 40]

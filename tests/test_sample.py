@@ -25,7 +25,7 @@ def model():
     model = MiniGPT(ModelConfig(vocab_size=400, seq_len=16, hidden_size=32, layers=2, heads=2, mlp_size=48))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
+            parameter += torch.randn_like(parameter)
     return model
 
 

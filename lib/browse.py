@@ -20,16 +20,24 @@ from lib.runs import Run, frame, runs_in, updates
 from lib.sweep import sweeps
 
 LISTS = {"sweep": "sweep", "arm": "arm", "lr": "peak learning rate", "lr_schedule": "learning-rate curve",
-         "budget_kind": "budget in", "seed": "seed"}  # what runs are chosen by, in words
+         "limit": "budget", "seed": "seed"}  # what runs are chosen by, in words
 AXES = {"tokens": "tokens", "step": "updates", "elapsed": "time"}
 ALONE = "in no sweep"
 MOST = 2000  # points of a raw line
 
 
+def scales(folder: str) -> list[str]:
+    """This folder of runs, and those beside it that hold runs which have ended: one a scale."""
+    beside = {path.parent.parent for path in under_root(folder).parent.glob("*/*/run_meta.json")}
+    return [folder, *sorted(str(Path(folder).with_name(path.name)) for path in beside - {under_root(folder)})]
+
+
 def catalogue(folder: str) -> pd.DataFrame:
-    """A row a run that has ended or was stopped, with its `label` and the titles of the sweeps it belongs to."""
+    """A row a run that has ended or was stopped, with its budget in words, `limit`, and the titles of its sweeps."""
     runs, titles = frame(runs_in(folder)), {title: {*names} for title, names in sweeps(folder).items()}
     runs["sweep"] = [tuple(title for title in titles if run in titles[title]) or (ALONE,) for run in runs["run"]]
+    runs["limit"] = [f"{budget:,.10g} {kind}"
+                     for budget, kind in zip(runs["budget"], runs["budget_kind"], strict=True)]
     return runs
 
 
@@ -51,8 +59,7 @@ def labels(runs: pd.DataFrame) -> pd.Series:
     """Each run's arm, with what else tells runs of the arm apart, but for their seeds."""
     words = {"lr": "lr {:.4g}", "lr_schedule": "{}", "limit": "{}", "branch_at": "from {:,} tokens",
              "setting": "setting {:.4}"}
-    limits = [f"{budget:,.10g} {kind}" for budget, kind in zip(runs["budget"], runs["budget_kind"], strict=True)]
-    texts, runs = runs["arm"].astype(str), runs.assign(limit=limits)
+    texts = runs["arm"].astype(str)
     for column, form in words.items():
         within = texts if column == "setting" else runs["arm"]  # a hash only where words do not tell all apart
         several = runs[column].groupby(within).transform("nunique") > 1

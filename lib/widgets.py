@@ -139,7 +139,8 @@ def field(name: str, value: str) -> Widget:
 
 def browser(folder: str, titles: Sequence[str] = ()) -> VBox:
     """Lists to choose runs from, at first those of the sweeps with these titles, and their curves."""
-    runs = browse.catalogue(folder)
+    runs = None
+    place = Dropdown(options=browse.scales(folder), description="runs in", style=LABEL, layout=LINE)
     lists = {name: SelectMultiple(description=words, rows=8, layout=FREE) for name, words in browse.LISTS.items()}
     for widget in lists.values():
         widget.add_class("name-above")
@@ -165,26 +166,35 @@ def browser(folder: str, titles: Sequence[str] = ()) -> VBox:
         def make() -> Figure:
             require(0 < len(chosen) <= MOST_RUNS, "runs", len(chosen), f"must be 1 to {MOST_RUNS} in a figure: choose "
                     f"{'fewer' if len(chosen) else 'more'} in the lists")
-            return browse.compare_curves(chosen, browse.logs_of(chosen, folder), axis.value, log_x.value,
+            return browse.compare_curves(chosen, browse.logs_of(chosen, place.value), axis.value, log_x.value,
                                          log_y.value and not baseline.value, smoothing.value / 100, baseline.value)
 
         draw(image, message, make)
 
     def narrow() -> None:
-        """Offer what the chosen sweeps hold, and choose all of it, but only one kind of budget."""
+        """Offer what the chosen sweeps hold, and choose all of it, but of budgets those in tokens, if there are."""
         held = browse.choose(runs, {"sweep": sweep.value})
         with redraw.off():
             for name, widget in lists.items():
                 if widget is not sweep:
                     widget.options = browse.options(held, name)
-                    widget.value = widget.options[-1:] if name == "budget_kind" else widget.options
+                    in_tokens = [value for value in widget.options if name == "limit" and value.endswith("tokens")]
+                    widget.value = in_tokens or widget.options
         redraw()
 
+    def move() -> None:
+        """Offer the sweeps of another folder."""
+        nonlocal runs
+        runs = browse.catalogue(place.value)
+        with offer.off():
+            sweep.options = browse.options(runs, "sweep")
+            sweep.value = [title for title in titles if title in sweep.options] or sweep.options[:1]
+        offer()
+
     redraw = Reaction(update, [*others, axis, log_x, log_y, smoothing, baseline])
-    sweep.options = browse.options(runs, "sweep")
-    sweep.value = [title for title in titles if title in sweep.options] or sweep.options[:1]
-    Reaction(narrow, [sweep])()
-    return VBox([HTML(STYLE), HBox([*lists.values()], layout={"flex_flow": "row wrap"}),
+    offer = Reaction(narrow, [sweep])
+    Reaction(move, [place])()
+    return VBox([HTML(STYLE), place, HBox([*lists.values()], layout={"flex_flow": "row wrap"}),
                  HTML("Ctrl and a click adds to a choice, Shift and a click a range."), HBox([axis, log_x, log_y]),
                  HBox([smoothing, baseline]), message, image])
 

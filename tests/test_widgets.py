@@ -122,12 +122,28 @@ def test_the_browser_draws_what_is_chosen(tiny):
     parts["seed"].value = ()
     assert "runs = 0: must be 1 to 150 in a figure: choose more in the lists" in parts.words()
     parts["sweep"].value = ("second",)
-    assert parts["budget in"].value == ("tokens",)
+    assert parts["budget"].value == ("7,680 tokens",)
     assert parts["difference"].value == ""
     assert "role" not in parts.words()
-    parts["budget in"].value = ("seconds", "tokens")
+    parts["budget"].value = ("0.01 seconds", "7,680 tokens")
     assert {value for _, value in parts["difference"].options} == {
         "", "constant 96, lr 0.01, 0.01 seconds", "constant 96, lr 0.02, 7,680 tokens"}
+
+
+def test_the_browser_goes_to_the_runs_of_another_scale(tiny, tmp_path):
+    small, other = tiny(skip_validation=True), str(tmp_path / "another")
+    sweep([small], "here")
+    sweep([replace(small, runs=other, tokens_per_step=96, seed=seed) for seed in (4, 5)], "there")
+    (tmp_path / "empty").mkdir()
+    parts = Parts(browser(small.runs))
+    assert parts["runs in"].options == (small.runs, other)
+    before = parts.figure
+    parts["runs in"].value = other
+    assert (parts["sweep"].value, parts["arm"].value, parts["seed"].value) == (("there",), ("constant 96",), (4, 5))
+    assert parts.figure != before
+    parts["runs in"].value = small.runs
+    assert parts["sweep"].options == ("here",)
+    assert parts.figure == before
 
 
 def test_the_bench_follows_its_sliders():

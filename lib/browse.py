@@ -138,13 +138,13 @@ def compare_curves(runs: pd.DataFrame, logs: pd.DataFrame, x: str = "tokens", lo
         title += "".join(f"\nwithout {label}, which shares no seed" for label in sorted(without))
     figure, axes = new_figure(height=height_for(runs["label"].nunique()))
     several, drawn = runs.groupby("arm")["label"].nunique(), Counter()
-    ends, seen = [], []
+    ends, seen, faint = [], [], min(0.2, 1 / len(runs))  # many raw lines would hide the others
     for label, members in sorted(runs.groupby("label"), key=lambda group: order(group[0])):
         arm, parts = members["arm"].iloc[0], [lines[run].less(level.get(lines[run].seed)) for run in members["run"]]
         drawn[arm] += 1
         marker = [*MARKERS][(drawn[arm] - 1) % len(MARKERS)] if several[arm] > 1 else ""
         for part in parts:
-            axes.plot(part.raw["x"], part.raw["loss"], color=colour(arm), lw=0.4, alpha=0.2, zorder=1)
+            axes.plot(part.raw["x"], part.raw["loss"], color=colour(arm), lw=0.4, alpha=faint, zorder=1)
         of_bin = pd.concat([part.smooth for part in parts]).groupby(level=0)
         mean = of_bin.mean()[of_bin["loss"].count() == len(parts)]
         if len(parts) > 1:

@@ -138,20 +138,16 @@ def compare_curves(runs: pd.DataFrame, logs: pd.DataFrame, x: str = "tokens", lo
         title += "".join(f"\nwithout {label}, which shares no seed" for label in sorted(without))
     figure, axes = new_figure(height=height_for(runs["label"].nunique()))
     several, drawn = runs.groupby("arm")["label"].nunique(), Counter()
-    ends, seen, faint = [], [], min(0.2, 1 / len(runs))  # many raw lines would hide the others
+    ends, seen = [], []
     for label, members in sorted(runs.groupby("label"), key=lambda group: order(group[0])):
         arm, parts = members["arm"].iloc[0], [lines[run].less(level.get(lines[run].seed)) for run in members["run"]]
         drawn[arm] += 1
         marker = [*MARKERS][(drawn[arm] - 1) % len(MARKERS)] if several[arm] > 1 else ""
-        for part in parts:
-            axes.plot(part.raw["x"], part.raw["loss"], color=colour(arm), lw=0.4, alpha=faint, zorder=1)
-        of_bin = pd.concat([part.smooth for part in parts]).groupby(level=0)
-        mean = of_bin.mean()[of_bin["loss"].count() == len(parts)]
-        if len(parts) > 1:
-            axes.fill_between(mean["x"], of_bin["loss"].min()[mean.index], of_bin["loss"].max()[mean.index],
-                              color=colour(arm), alpha=0.2, lw=0)
-        axes.plot(mean["x"], mean["loss"], color=colour(arm), ls=line_style(arm), label=label, zorder=3, mec="white",
-                  marker=marker or ("o" if len(mean) == 1 else ""), markevery=(len(ends) % 4, max(len(mean) // 5, 1)))
+        for part in parts:  # many would hide what is before them
+            axes.plot(part.raw["x"], part.raw["loss"], color=colour(arm), lw=0.4, alpha=min(0.2, 1 / len(runs)),
+                      zorder=1)
+        mean = draw_mean(axes, parts, color=colour(arm), ls=line_style(arm), label=label, marker=marker,
+                         first=len(ends) % 4)
         lost = stats.unfinished(members)
         if len(mean):
             words = f"{MARKERS.get(marker, '')} {label}".strip() + (f" (of {len(members)}: {lost})" if lost else "")
@@ -162,6 +158,19 @@ def compare_curves(runs: pd.DataFrame, logs: pd.DataFrame, x: str = "tokens", lo
     limit(axes, seen, log_x)
     label_ends(axes, ends)
     return figure
+
+
+def draw_mean(axes: Axes, parts: Sequence[Line], marker: str, first: int, color: str, **options: object
+              ) -> pd.DataFrame:
+    """Draw the mean of smooth lines as far as all go, over the band of their range; returns it. `first` is marked."""
+    of_bin = pd.concat([part.smooth for part in parts]).groupby(level=0)
+    mean = of_bin.mean()[of_bin["loss"].count() == len(parts)]
+    if len(parts) > 1:
+        axes.fill_between(mean["x"], of_bin["loss"].min()[mean.index], of_bin["loss"].max()[mean.index], color=color,
+                          alpha=0.2, lw=0)
+    axes.plot(mean["x"], mean["loss"], color=color, zorder=3, mec="white", markevery=(first, max(len(mean) // 5, 1)),
+              marker=marker or ("o" if len(mean) == 1 else ""), **options)
+    return mean
 
 
 def limit(axes: Axes, seen: Sequence[pd.DataFrame], log_x: bool) -> None:

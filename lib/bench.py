@@ -232,7 +232,9 @@ def preparing(bench: Bench, folder: Path) -> dict:
         bare = size / 1e6 / timed(partial(PackedStream(stream, 128).tokenizer.encode_batch, texts))
         ratios.append(meta["megabytes_per_second"] / bare)
         speeds.append(meta["megabytes_per_second"])
-    return {"what": f"encoding {size / 1e6:.1f} MB into a stream", "here": f"{np.median(speeds):.1f} MB/s",
+    speed = np.median(speeds)
+    return {"what": f"encoding {size / 1e6:.1f} MB into a stream",
+            "here": f"{speed:.1f} MB/s, {1e6 * speed / meta['bytes_per_token']:,.0f} tokens/s",
             "against": "encode_batch alone", "ratio": spread(pd.Series(ratios))}
 
 
